@@ -1,6 +1,6 @@
-"""Engines and targets that our tests cannot run everywhere, each found by an entry point of ``pyproject.toml``.
+"""Engines and targets that need other programs, registered by entry points of ``pyproject.toml``.
 
-Nothing in ``htp_export`` imports this package: a package of somebody else adds an engine in the
-same way, by an entry point of the group ``htp_export.CAPABILITY``. The docstring of each module
-says what it has to offer.
+``htp_export`` never imports this package. Any other package can add an engine in the same way, by
+an entry point of the group ``htp_export.CAPABILITY``. The docstring of each module describes its
+interface.
 """

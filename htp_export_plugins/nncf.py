@@ -1,8 +1,8 @@
-"""NNCF as an engine of `quantize`: ``nncf.quantize`` and ``nncf.compress_weights`` for the nodes of the chosen modules.
+"""NNCF as an engine of `quantize`: ``nncf.quantize`` and ``compress_weights`` for chosen modules.
 
-``METHODS`` is what ``htp_export.capabilities.quantize.method`` asks for. NNCF sees the nodes alone,
-so that it cannot change others, or merge scales with theirs. What it makes is checked, loaded and
-run before it is believed.
+``METHODS`` is the interface for ``htp_export.capabilities.quantize.method``. NNCF only sees the
+nodes to be quantized, so that it cannot change others, or merge their scales. Its result is checked,
+loaded and run before it is accepted.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ __all__ = ["METHODS"]
 _WEIGHTED = frozenset(("Conv", "ConvTranspose", "MatMul", "Gemm", "Gather"))
 _OWN = Path(htp_export.__file__).parent
 
-_BLOCKS_FROM = 21  # the opset whose DequantizeLinear has blocks; before, NNCF writes MatMulNBits
+_BLOCKS_FROM = (
+    21  # the first opset whose DequantizeLinear has blocks; before it, NNCF writes MatMulNBits
+)
 _MICROSOFT = "com.microsoft"
 _SCALED_NODES = 2  # an activation function and a Mul between two products
 
 Metric = Callable[[onnx.ModelProto], float]
-"""The number that the whole model gets with what NNCF made of a part."""
+"""The metric of the whole model with a quantized part."""
 
 
 class Activations(Static):
@@ -62,21 +64,18 @@ class Activations(Static):
     def check(self) -> None:
         _check_switches(self.precision, ("smooth_quant", "bias_correction"))
         drop = self.precision.options.get("max_drop")
-        if drop is not None and (
-            isinstance(drop, bool) or not isinstance(drop, int | float) or not drop >= 0
-        ):
+        is_number = isinstance(drop, int | float) and not isinstance(drop, bool)
+        if drop is not None and not (is_number and drop >= 0):
             raise self.precision.fault(f"max_drop is {drop!r}, not a number from 0 up")
 
     readings = 2  # all runs of the inputs of a part are in memory
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        """Whether NNCF quantizes what the operator reads: activations and weights, or the rows of a table."""
+        """Whether NNCF quantizes the inputs: activations and weights, or rows of a table."""
         groups = _nncf("onnx.graph.metatypes.groups")
-        known = {
-            name
-            for operator in groups.INPUTS_QUANTIZABLE_OPERATIONS
-            for name in operator.get_all_aliases()
-        }
+        known = set[str]()
+        for operator in groups.INPUTS_QUANTIZABLE_OPERATIONS:
+            known.update(operator.get_all_aliases())
         is_table = node.op_type == "Gather" and constant_of(node.inputs[0]) is not None
         if node.domain or subgraphs(node) or not (node.op_type in known or is_table):
             return False
@@ -86,67 +85,77 @@ class Activations(Static):
         self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
     ) -> int | None:
         if node.op_type not in _WEIGHTED or place != weight_place(node):
-            return None  # biases stay
+            return None  # biases are not quantized
         if node.op_type != "Gather":
             return super().bytes_of(node, place, tensor, facts)
         shape = [int(size) for size in tensor.shape.numpy()]
-        return math.prod(shape) + (5 * shape[0] if self.precision.per_channel else 0)
+        # A scale of four bytes and a zero point of one byte for each row.
+        scales = 5 * shape[0] if self.precision.per_channel else 0
+        return math.prod(shape) + scales
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        return None  # NNCF's own affair
+        return None  # NNCF chooses it
 
     def channels(self, node: ir.Node, place: int = 1) -> int:
         return self.scales_along(channel_axis(node), constant_of(node.inputs[place]))
 
     def quantize(self, part: Submodel, work: Work) -> Made:
-        precision, metric, control = self.precision, None, work.validation
+        precision = self.precision
+        metric = None
+        control = work.validation
         with work.runs(part) as read:
             runs = list(read)
         if control is not None and precision.max_drop is not None:
             budget = control.budget(work.model, precision.max_drop, precision.name)
-            precision = dataclasses.replace(
-                precision, options={**precision.options, "max_drop": budget}
-            )
+            options = {**precision.options, "max_drop": budget}
+            precision = dataclasses.replace(precision, options=options)
 
             def metric(made: onnx.ModelProto) -> float:
                 return control.with_part(work.model, part, made)
 
-        nncf, given = _nncf(), part.proto()
-        _put_onnx_first(given)  # NNCF takes the first one for the opset of ONNX
-        expected, wide = _measured(part, given, runs)
+        original = part.proto()
+        _put_onnx_first(original)  # NNCF takes the first opset for that of ONNX
+        expected, wide = _measured(part, original, runs)
         ignored = [
             str(node.name)
             for node in part.model.graph
             if wide.intersection(_names(node.inputs, node.outputs))
         ]
-        arguments = {
-            "preset": nncf.QuantizationPreset.PERFORMANCE
-            if precision.symmetric
-            else nncf.QuantizationPreset.MIXED,
-            # SmoothQuant is for transformers: it runs only if the model is said to be one
-            "model_type": nncf.ModelType.TRANSFORMER
-            if precision.options.get("smooth_quant")
-            else None,
-            "subset_size": len(runs),
-            "ignored_scope": nncf.IgnoredScope(names=ignored, validate=False),
-        }
-        data, parameters = nncf.Dataset(list(runs)), _parameters(precision)
+        arguments = _quantize_arguments(precision, ignored, len(runs))
+        data = _nncf().Dataset(list(runs))
+        parameters = _parameters(precision)
         with _calling_nncf(precision):
             if metric is None:
-                made = nncf.quantize(given, data, advanced_parameters=parameters, **arguments)
+                made = _nncf().quantize(original, data, advanced_parameters=parameters, **arguments)
             else:
-                made = _controlled(given, data, parameters, arguments, precision, metric)
+                made = _controlled(original, data, parameters, arguments, precision, metric)
         model = _checked(made, expected, runs[0])
         left = _left(part, model, ignored)
-        causes = "NNCF leaves them, or values that they read or make fill masks and cannot be divided into the steps of"
-        back = (
-            "" if precision.max_drop is None else ", or the metric would fall by more than max_drop"
-        )
-        return Made(model, dict.fromkeys(left, f"{causes} {precision.name}{back}"))
+        reason = "NNCF leaves them, or values that they read or make fill masks and cannot be divided into the steps of"
+        reason = f"{reason} {precision.name}"
+        if precision.max_drop is not None:
+            reason += ", or the metric would fall by more than max_drop"
+        return Made(model, dict.fromkeys(left, reason))
+
+
+def _quantize_arguments(
+    precision: Precision, ignored: list[str], sample_count: int
+) -> dict[str, Any]:
+    """The arguments of ``nncf.quantize`` for a precision."""
+    nncf = _nncf()
+    preset = nncf.QuantizationPreset
+    # SmoothQuant is for transformers: NNCF runs it only for models of this type.
+    smooth = precision.options.get("smooth_quant")
+    return {
+        "preset": preset.PERFORMANCE if precision.symmetric else preset.MIXED,
+        "model_type": nncf.ModelType.TRANSFORMER if smooth else None,
+        "subset_size": sample_count,
+        "ignored_scope": nncf.IgnoredScope(names=ignored, validate=False),
+    }
 
 
 class Weights(Method):
-    """``nncf.compress_weights``, all weights in one precision."""
+    """``nncf.compress_weights``, with all weights in one precision."""
 
     activations = ("float32",)
     weights = ("int4", "int8")
@@ -158,22 +167,23 @@ class Weights(Method):
         _check_switches(self.precision, self.options)
         for name in self.precision.options:
             if self.precision.weight != "int4" and self.precision.options[name]:
-                raise self.precision.fault(f"{name} is of int4")
+                raise self.precision.fault(f"{name} is for int4 only")
 
     @property
     def calibrated(self) -> bool:
         return any(self.precision.options.values())
 
-    readings = 2  # without data to fit to, one run is read for the check
+    readings = 2  # without calibration, one run is used for the check
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         """Whether NNCF compresses the constant weight of a node.
 
-        In 4 bits, products whose blocks are all full: it refuses others, and what it writes for
-        tables does not load. In 8 bits, convolutions and tables, too.
+        In 4 bits, it compresses products whose blocks are all full: NNCF refuses others, and its
+        tables do not load. In 8 bits, it compresses convolutions and tables, too.
         """
         _nncf()
-        bits, size = self.precision.bits, self.precision.block_size
+        bits = self.precision.bits
+        size = self.precision.block_size
         if node.domain or subgraphs(node):
             return False
         if node.op_type in ("MatMul", "Gemm"):
@@ -184,64 +194,60 @@ class Weights(Method):
         weight = constant_of(node.inputs[weight_place(node)])
         if weight is None or weight.dtype != ir.DataType.FLOAT:
             return False
-        return node.op_type != "Gather" or (
-            len(weight.shape) == 2 and node.attributes.get_int("axis", 0) == 0
-        )
+        if node.op_type != "Gather":
+            return True
+        return len(weight.shape) == 2 and node.attributes.get_int("axis", 0) == 0
 
     def bytes_of(
         self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
     ) -> int | None:
         if place != weight_place(node):
             return None
-        shape, symmetric = [int(size) for size in tensor.shape.numpy()], self.precision.symmetric
+        shape = [int(size) for size in tensor.shape.numpy()]
+        symmetric = self.precision.symmetric
         elements = math.prod(shape)
         if self.precision.bits == 8:
             axes = weight_axes(node, 1)  # a table has a scale for each row
             return elements + shape[0 if axes is None else axes[1]] * (4 if symmetric else 5)
         along, across = sizes_in_blocks(node)
         blocks = along // self.precision.block_size
-        columns = across * ((blocks + 1) // 2)
-        points = (
-            0
-            if symmetric
-            else columns
-            if facts.opset < _BLOCKS_FROM
-            else (blocks * across + 1) // 2
-        )
-        return (elements + 1) // 2 + 4 * blocks * across + points
+        zero_points = 0
+        if not symmetric and facts.opset < _BLOCKS_FROM:
+            zero_points = across * ((blocks + 1) // 2)  # each channel begins with a new byte
+        elif not symmetric:
+            zero_points = (blocks * across + 1) // 2
+        return (elements + 1) // 2 + 4 * blocks * across + zero_points
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        return [
-            _scaled_before(nodes, work.planned, self.precision)
-            if self.precision.options.get("awq")
-            else nodes
-        ]
+        if self.precision.options.get("awq"):
+            return [_scaled_before(nodes, work.planned, self.precision)]
+        return [nodes]
 
     def quantize(self, part: Submodel, work: Work) -> Made:
         with work.runs(part) as read:
             runs = list(read if self.calibrated else islice(read, 1))
         weighted = [str(node.name) for node in part.model.graph if self.takes(node, work.facts)]
         if self.precision.bits == 4:
-            # NNCF writes blocks of a Gemm's weight along the wrong axis
+            # NNCF writes the blocks of a Gemm's weight along the wrong axis.
             write_products(part.model.graph)
-        given = part.proto()
-        _put_onnx_first(given)
+        original = part.proto()
+        _put_onnx_first(original)
         outputs = [str(value.name) for value in part.model.graph.outputs]
         with Runner(part.model, "the part for NNCF", SessionSettings()).opened(outputs) as run:
             expected = run(runs[0])
         with _calling_nncf(self.precision):
-            made: onnx.ModelProto = _nncf().compress_weights(given, **self._arguments(runs))
+            made: onnx.ModelProto = _nncf().compress_weights(original, **self._arguments(runs))
         _repair(made)
         model = _checked(made, expected, runs[0])
         left = [name for name in weighted if not _is_compressed(model, name)]
         return Made(model, dict.fromkeys(left, "NNCF leaves them"))
 
     def _arguments(self, runs: Sequence[Mapping[str, Array]]) -> dict[str, Any]:
-        nncf, precision = _nncf(), self.precision
-        mode = getattr(
-            nncf.CompressWeightsMode,
-            f"INT{precision.bits}_{'SYM' if precision.symmetric else 'ASYM'}",
-        )
+        """The arguments of ``nncf.compress_weights`` for the precision."""
+        nncf = _nncf()
+        precision = self.precision
+        kind = "SYM" if precision.symmetric else "ASYM"
+        mode = getattr(nncf.CompressWeightsMode, f"INT{precision.bits}_{kind}")
         if precision.bits == 8:
             return {"mode": mode}
         arguments = {
@@ -260,7 +266,7 @@ METHODS: Mapping[str, type[Method]] = {"static": Activations, "weights": Weights
 
 
 def _nncf(module: str = "") -> Any:
-    """NNCF, or a module of it; `InputError` if it is not installed."""
+    """NNCF, or a module of it; raises `InputError` if it is not installed."""
     return library(f"nncf.{module}" if module else "nncf", "nncf")
 
 
@@ -270,22 +276,26 @@ def _check_switches(precision: Precision, names: Iterable[str]) -> None:
 
 
 def _controlled(
-    given: onnx.ModelProto,
+    original: onnx.ModelProto,
     data: Any,
     parameters: Any,
     arguments: Mapping[str, Any],
     precision: Precision,
     metric: Metric,
 ) -> onnx.ModelProto:
-    """Quantize with accuracy control, by one sample of validation data: a metric need not be one of single samples."""
-    nncf, advanced = _nncf(), _nncf("quantization.advanced_parameters")
+    """Quantize with accuracy control.
+
+    The validation data is one sample, because a metric need not be defined for single samples.
+    """
+    nncf = _nncf()
+    advanced = _nncf("quantization.advanced_parameters")
 
     def validate(candidate: onnx.ModelProto, samples: Iterable[Any]) -> tuple[float, list[float]]:
         number = metric(candidate)
         return number, [number for _ in samples]
 
     made: onnx.ModelProto = nncf.quantize_with_accuracy_control(
-        given,
+        original,
         data,
         nncf.Dataset([0]),
         validate,
@@ -301,25 +311,28 @@ def _controlled(
 
 
 def _parameters(precision: Precision) -> Any:
-    """A precision as NNCF's advanced parameters; ranges are those of all values, and not means of the runs' ranges."""
+    """NNCF's advanced parameters for a precision.
+
+    Ranges cover all values; they are not the means of the runs' ranges.
+    """
     advanced = _nncf("quantization.advanced_parameters")
+    overflow = "DISABLE"
+    if precision.reduce_range:
+        overflow = "ENABLE"
+    estimators = _nncf("quantization.range_estimator").RangeEstimatorParametersSet
     return advanced.AdvancedQuantizationParameters(
-        overflow_fix=advanced.OverflowFix.ENABLE
-        if precision.reduce_range
-        else advanced.OverflowFix.DISABLE,
+        overflow_fix=getattr(advanced.OverflowFix, overflow),
         disable_bias_correction=not precision.options.get("bias_correction", False),
         weights_quantization_params=advanced.QuantizationParameters(
             per_channel=precision.per_channel
         ),
-        activations_range_estimator_params=_nncf(
-            "quantization.range_estimator"
-        ).RangeEstimatorParametersSet.MINMAX,
+        activations_range_estimator_params=estimators.MINMAX,
     )
 
 
 @contextlib.contextmanager
 def _calling_nncf(precision: Precision) -> Iterator[None]:
-    """Call NNCF, without what it prints and logs; what it raises is a `ToolError`, but for faults of htp_export."""
+    """Run NNCF without its output and logs; raise its own errors as `ToolError`."""
     try:
         with quiet("", "nncf"):
             yield
@@ -334,7 +347,7 @@ def _calling_nncf(precision: Precision) -> Iterator[None]:
 
 
 def _is_of_nncf(error: Exception) -> bool:
-    """Whether NNCF raised an error, or what it called; not if it called htp_export back, as for a metric."""
+    """Whether an error is from NNCF or a library of it, and not from a callback into htp_export."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
         if "nncf" in file.parts or file.is_relative_to(_OWN):
@@ -345,16 +358,16 @@ def _is_of_nncf(error: Exception) -> bool:
 def _checked(
     made: onnx.ModelProto, expected: Mapping[str, Array], feed: Mapping[str, Array]
 ) -> ir.Model:
-    """What NNCF made, if it runs on a feed and its outputs are like those before; a `ToolError` otherwise."""
+    """NNCF's result, if it runs with similar outputs; raises `ToolError` otherwise."""
     try:
         onnx.checker.check_model(made)
         model = model_from_proto(made)
         with Runner(model, "the result", SessionSettings()).opened(list(expected)) as run:
-            found = run(feed)
+            outputs = run(feed)
     except Exception as error:
         raise ToolError("nncf", f"made an invalid model: {described(error)}") from error
     for name, before in expected.items():
-        after = found.get(name)
+        after = outputs.get(name)
         if after is None or after.shape != before.shape or after.dtype != before.dtype:
             raise ToolError(
                 "nncf",
@@ -366,48 +379,52 @@ def _checked(
 
 
 def _measured(
-    part: Submodel, given: onnx.ModelProto, runs: Sequence[Mapping[str, Array]]
+    part: Submodel, original: onnx.ModelProto, runs: Sequence[Mapping[str, Array]]
 ) -> tuple[dict[str, Array], set[str]]:
-    """The outputs of the first run, and the names of the tensors whose range cannot be divided into steps."""
-    model = model_from_proto(given)
-    outputs = [str(value.name) for value in model.graph.outputs]
+    """The outputs of the first run, and the tensors whose range cannot be divided into steps."""
+    model = model_from_proto(original)
+    output_names = [str(value.name) for value in model.graph.outputs]
     computed = _names(*(node.outputs for node in model.graph))
-    weights = {
-        str(value.name): value.const_value.numpy()
-        for value in model.graph.initializers.values()
-        if value.const_value
-    }
-    wide = {name for name, array in weights.items() if _is_wide(array)}
+    wide = set[str]()
+    for value in model.graph.initializers.values():
+        if value.const_value and _is_wide(value.const_value.numpy()):
+            wide.add(str(value.name))
     expected: dict[str, Array] = {}
     with Runner(model, "the part for NNCF", SessionSettings(), use_up=True).opened(computed) as run:
         for feed in runs:
-            found = run(feed)
-            wide |= {name for name, array in [*feed.items(), *found.items()] if _is_wide(array)}
-            expected = expected or {name: found[name] for name in outputs}
+            results = run(feed)
+            for name, array in (*feed.items(), *results.items()):
+                if _is_wide(array):
+                    wide.add(name)
+            expected = expected or {name: results[name] for name in output_names}
     return expected, wide
 
 
 def _is_wide(array: Array) -> bool:
+    """Whether the range of an array cannot be divided into steps."""
     floats = np.issubdtype(array.dtype, np.floating) and array.size
     return bool(floats) and not is_divisible((array.min(), array.max()))
 
 
 def _left(part: Submodel, made: ir.Model, ignored: Collection[str]) -> list[str]:
-    """The nodes of a part that neither read quantized tensors, nor follow a node that does, such as a bias."""
+    """The nodes of a part without quantized inputs, except after quantized ones, like biases."""
     names = {node.name for node in part.model.graph}
-    quantized, left = set[ir.Node](), list[str]()
+    quantized = set[ir.Node]()
+    left = list[str]()
     for node in made.graph:
         if node.name not in names:
             continue
-        makers = {value.producer() for value in node.inputs if value is not None}
-        from_integers = any(
-            maker is not None and maker.op_type == "DequantizeLinear" for maker in makers
-        )
-        if node.name not in ignored and (from_integers or quantized.intersection(makers)):
+        producers = {value.producer() for value in node.inputs if value is not None}
+        from_integers = any(map(_is_dequantize, producers))
+        if node.name not in ignored and (from_integers or quantized.intersection(producers)):
             quantized.add(node)
         else:
             left.append(str(node.name))
     return left
+
+
+def _is_dequantize(node: ir.Node | None) -> bool:
+    return node is not None and node.op_type == "DequantizeLinear"
 
 
 def _names(*values: Sequence[ir.Value | None]) -> list[str]:
@@ -417,37 +434,39 @@ def _names(*values: Sequence[ir.Value | None]) -> list[str]:
 def _scaled_before(
     nodes: Sequence[ir.Node], allowed: Mapping[ir.Node, object], precision: Precision
 ) -> list[ir.Node]:
-    """The nodes in front of products that AWQ needs to see: it divides what they make by the scales of weights.
+    """The nodes before products that AWQ needs: it divides their results by the scales of weights.
 
-    Only those whose result nothing else reads, and that have the same precision in the plan
+    Only nodes whose result has no other consumer, and which have the same precision in the plan
     (``allowed``).
     """
-    found = dict.fromkeys(nodes)
+    group = dict.fromkeys(nodes)
     edge = [node.inputs[0] for node in nodes]
     for _ in range(_SCALED_NODES):
-        makers = [value.producer() for value in edge if value is not None]
-        new = [
-            node
-            for node in dict.fromkeys(maker for maker in makers if maker is not None)
-            if node not in found
-            and allowed.get(node) == precision
-            and node.op_type not in _WEIGHTED  # NNCF would compress them, too
-            and node.graph is nodes[0].graph
-            and not subgraphs(node)
-            and len(node.outputs) == 1
-            and len(node.outputs[0].uses()) == 1
-            and not node.outputs[0].is_graph_output()
-        ]
-        found.update(dict.fromkeys(new))
+        producers = dict.fromkeys(value.producer() for value in edge if value is not None)
+        candidates = [node for node in producers if node is not None and node not in group]
+        new = []
+        for node in candidates:
+            is_near = node.graph is nodes[0].graph and allowed.get(node) == precision
+            if is_near and _has_single_consumer(node):
+                new.append(node)
+        group.update(dict.fromkeys(new))
         edge = [value for node in new for value in node.inputs]
-    order = {node: place for place, node in enumerate(nodes[0].graph or ())}
-    return sorted(found, key=order.__getitem__)
+    order = {node: index for index, node in enumerate(nodes[0].graph or ())}
+    return sorted(group, key=order.__getitem__)
+
+
+def _has_single_consumer(node: ir.Node) -> bool:
+    """Whether a node without weights has one output with one consumer, which may be scaled."""
+    # NNCF would compress weights of the node, too.
+    if node.op_type in _WEIGHTED or subgraphs(node) or len(node.outputs) != 1:
+        return False
+    return len(node.outputs[0].uses()) == 1 and not node.outputs[0].is_graph_output()
 
 
 def _repair(made: onnx.ModelProto) -> None:
-    """Write what NNCF 3.4 leaves out.
+    """Write fields that NNCF 3.4 omits.
 
-    ``MatMulNBits`` needs an opset import, and zero points of which two are in a byte. The scales of
+    ``MatMulNBits`` needs an opset import, and zero points packed in pairs. The scales of the
     channels of a convolution are a vector.
     """
     operators = [node for node in made.graph.node if node.domain == _MICROSOFT]
@@ -455,41 +474,45 @@ def _repair(made: onnx.ModelProto) -> None:
         made.opset_import.append(onnx.helper.make_opsetid(_MICROSOFT, 1))
     tensors = {tensor.name: tensor for tensor in made.graph.initializer}
     for node in made.graph.node:
-        read = [tensors.get(name) for name in node.input]
+        inputs = [tensors.get(name) for name in node.input]
         sizes = {attribute.name: attribute.i for attribute in node.attribute}
-        if node in operators and len(read) > 3 and read[3] is not None:
-            _pack(read[3], sizes)
+        if node in operators and len(inputs) > 3 and inputs[3] is not None:
+            _pack(inputs[3], sizes)
         elif node.op_type == "DequantizeLinear" and not sizes.get("block_size"):
-            for tensor in read[1:]:
-                if (
-                    tensor is not None
-                    and len(tensor.dims) > 1
-                    and max(tensor.dims) == math.prod(tensor.dims)
-                ):
-                    tensor.dims[:] = [max(tensor.dims)]
+            for tensor in inputs[1:]:
+                _flatten_vector(tensor)
+
+
+def _flatten_vector(tensor: onnx.TensorProto | None) -> None:
+    """Remove dimensions of size 1 from a tensor with a single other dimension."""
+    if tensor is None or len(tensor.dims) < 2:
+        return
+    if max(tensor.dims) == math.prod(tensor.dims):
+        tensor.dims[:] = [max(tensor.dims)]
 
 
 def _pack(points: onnx.TensorProto, sizes: Mapping[str, int]) -> None:
+    """Pack zero points of four bits in pairs, along the blocks."""
     blocks = sizes["K"] // sizes["block_size"]
-    if sizes["bits"] == 4 and list(points.dims) == [sizes["N"], blocks] and blocks > 1:
-        array = np.pad(onnx.numpy_helper.to_array(points), ((0, 0), (0, blocks % 2)))
-        points.CopyFrom(
-            onnx.numpy_helper.from_array(array[:, ::2] | array[:, 1::2] << 4, points.name)
-        )
+    is_unpacked = list(points.dims) == [sizes["N"], blocks]
+    if sizes["bits"] != 4 or not is_unpacked or blocks < 2:
+        return
+    array = onnx.numpy_helper.to_array(points)
+    even = np.pad(array, ((0, 0), (0, blocks % 2)))
+    packed = even[:, ::2] | even[:, 1::2] << 4
+    points.CopyFrom(onnx.numpy_helper.from_array(packed, points.name))
 
 
 def _is_compressed(model: ir.Model, name: str) -> bool:
-    """Whether a node of a part reads a weight of few bits, or was replaced by one that does."""
+    """Whether a node of a part uses a compressed weight, or was replaced by one that does."""
     node = next((node for node in model.graph if node.name == name), None)
-    makers = (
-        [] if node is None else [value.producer() for value in node.inputs if value is not None]
-    )
-    return node is None or any(
-        maker is not None and maker.op_type == "DequantizeLinear" for maker in makers
-    )
+    if node is None:
+        return True
+    return any(_is_dequantize(value.producer()) for value in node.inputs if value is not None)
 
 
 def _put_onnx_first(model: onnx.ModelProto) -> None:
+    """Move ONNX's own opset import to the front."""
     imports = sorted(model.opset_import, key=lambda entry: entry.domain != "")
     copies = [onnx.helper.make_opsetid(entry.domain, entry.version) for entry in imports]
     del model.opset_import[:]

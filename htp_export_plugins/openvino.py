@@ -1,4 +1,4 @@
-"""OpenVINO as an engine of ``profile``: the times of its performance counters, and the owners of what it runs."""
+"""OpenVINO as an engine of `profile`: times of its performance counters, by original nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ THREADS = "INFERENCE_NUM_THREADS"
 
 _DEVICE = "CPU"
 _MARK = re.compile(r"htp#(\d+)#")
-"""What stands in the name of everything that OpenVINO makes of an original node: its number."""
+"""The mark in the name of every OpenVINO operation of an original node: the node's number."""
 _NUMBERED = re.compile(r"(?:htp#\d+#)+\d+")
 
 
@@ -46,11 +46,13 @@ def measure(
     options: Mapping[str, Any],
     folder: Path,
 ) -> Measurement:
-    """Run a model without functions on OpenVINO's CPU device, with performance counters and without.
+    """Run a model without functions on OpenVINO's CPU device, with counters and without.
 
     ``options`` are properties as for ``openvino.Core.compile_model``. The model is written to
-    ``folder`` if OpenVINO cannot read it from memory. What it cannot read, compile or run is a
-    `ToolError`.
+    ``folder`` if OpenVINO cannot read it from memory.
+
+    Raises:
+        ToolError: OpenVINO cannot read, compile or run the model.
     """
     session = _Session(tagged.model, name, options, folder)
 
@@ -64,7 +66,7 @@ def measure(
 
 
 class _Session:
-    """A model that OpenVINO has compiled, once with performance counters and once without."""
+    """A model that OpenVINO compiled twice: with performance counters and without."""
 
     def __init__(
         self, model: ir.Model, name: str, options: Mapping[str, Any], temporary: Path
@@ -75,71 +77,75 @@ class _Session:
             raise InputError(
                 "engine 'openvino' needs OpenVINO; install it with: pip install 'htp-export[openvino]'"
             ) from error
-        self._name, self._nodes = name, list(all_nodes(model))
+        self._name = name
+        self._nodes = list(all_nodes(model))
         try:
             core = openvino.Core()
             read = core.read_model(_marked(model, temporary))
-            _mark_parts(
-                read,
-                {value.name: k for k, node in enumerate(self._nodes) for value in node.outputs},
-            )
+            producers: dict[str | None, int] = {}
+            for number, node in enumerate(self._nodes):
+                producers.update((value.name, number) for value in node.outputs)
+            _mark_parts(read, producers)
             self._plain = core.compile_model(read, _DEVICE, dict(options))
             self._counting = core.compile_model(read, _DEVICE, {**options, "PERF_COUNT": "YES"})
-        except Exception as error:  # OpenVINO's errors share no base but this
+        except Exception as error:  # OpenVINO's errors have no other common base
             raise ToolError("OpenVINO", f"cannot load {name}: {in_one_line(error)}") from error
 
     def run(self, feed: Feed, warmup: int, runs: int) -> list[float]:
-        """Run the model several times without counters: the times of the measured runs, in ms."""
+        """Run the model several times without counters; return the times of measured runs in ms."""
         return self._timed(self._plain.create_infer_request(), feed, warmup + runs)[warmup:]
 
     def run_counting(self, feed: Feed, warmup: int, runs: int) -> tuple[list[float], list[Entry]]:
-        """Run the model several times with counters: the times of the measured runs, and what ran, in order.
+        """Run the model several times with counters; return times in ms, and entries in order.
 
-        Counters are means since the model was compiled, in whole microseconds: those of the runs
-        before are taken off.
+        Counters are means since the model was compiled, in whole microseconds: the share of the
+        warmup runs is subtracted.
         """
         request = self._counting.create_infer_request()
         self._timed(request, feed, warmup)
-        before = (
-            {info.node_name: info.real_time for info in request.profiling_info} if warmup else {}
-        )
+        before: dict[str, timedelta] = {}
+        if warmup:
+            before = {info.node_name: info.real_time for info in request.profiling_info}
         walls = self._timed(request, feed, runs)
         kinds, times = {}, {}
         for info in request.profiling_info:
             early = before.get(info.node_name, timedelta()) * warmup
+            mean = (info.real_time * (warmup + runs) - early) / runs
             kinds[info.node_name] = info.node_type
-            times[info.node_name] = max(
-                0.0, ((info.real_time * (warmup + runs) - early) / runs).total_seconds() * 1000
-            )
+            times[info.node_name] = max(0.0, mean.total_seconds() * 1000)
         entries = self._graph(kinds, times)
-        return walls, [
-            *entries,
-            *(Entry(self._kernel(name, kinds[name], ms), ()) for name, ms in times.items()),
-        ]
+        for name, ms in times.items():  # operations that are not in the graph
+            entries.append(Entry(self._kernel(name, kinds[name], ms), ()))
+        return walls, entries
 
     def _graph(self, kinds: Mapping[str, str], times: dict[str, float]) -> list[Entry]:
-        """The nodes of the graph that runs, with their times, which are taken out of `times`; 0 if one did not run."""
+        """The nodes of the executed graph, with their times, which are removed from ``times``.
+
+        The time of a node that did not run is 0.
+        """
         entries = []
         for node in self._counting.get_runtime_model().get_ordered_ops():
-            facts, name = node.get_rt_info(), node.get_friendly_name()
-            merged = (
-                facts["originalLayersNames"].astype(str) if "originalLayersNames" in facts else ""
-            )
+            facts = node.get_rt_info()
+            name = node.get_friendly_name()
+            merged = ""
+            if "originalLayersNames" in facts:
+                merged = facts["originalLayersNames"].astype(str)
             numbers = dict.fromkeys(int(number) for number in _MARK.findall(merged))
             inputs = [
                 source.get_source_output().get_node().get_friendly_name()
                 for source in node.inputs()
             ]
             kernel = self._kernel(name, kinds.get(name, ""), times.pop(name, 0.0))
-            entries.append(
-                Entry(kernel, [self._nodes[number] for number in numbers], inputs, [name])
-            )
+            nodes = [self._nodes[number] for number in numbers]
+            entries.append(Entry(kernel, nodes, inputs, [name]))
         return entries
 
     def _kernel(self, name: str, kind: str, ms: float) -> Kernel:
         return Kernel(self._label(name), kind, _DEVICE, ms, 1.0)
 
     def _label(self, name: str) -> str:
+        """A name with the names of original nodes in place of marks."""
+
         def original(match: re.Match[str]) -> str:
             marked = (self._nodes[int(number)] for number in _MARK.findall(match[0]))
             return ", ".join(node.name or node.op_type for node in marked)
@@ -147,8 +153,9 @@ class _Session:
         return _NUMBERED.sub(original, name)
 
     def _timed(self, request: Any, feed: Feed, runs: int) -> list[float]:
-        known = {name for each in self._plain.inputs for name in each.get_names()}
-        arrays = {name: array for name, array in feed.arrays.items() if name in known}
+        """The times of several runs, in ms."""
+        names = set[str]().union(*(port.get_names() for port in self._plain.inputs))
+        arrays = {name: array for name, array in feed.arrays.items() if name in names}
         times = []
         try:
             for _ in counted(range(runs), "runs"):
@@ -161,7 +168,7 @@ class _Session:
 
 
 def _marked(model: ir.Model, temporary: Path) -> bytes | Path:
-    """A copy of a model whose nodes are named by their numbers, as OpenVINO reads it."""
+    """A copy of a model, with numbers as node names, in a form that OpenVINO can read."""
     copy = model.clone()
     for number, node in enumerate(all_nodes(copy)):
         node.name = f"htp#{number}#"
@@ -172,29 +179,26 @@ def _marked(model: ir.Model, temporary: Path) -> bytes | Path:
     return temporary / "model.onnx"
 
 
-def _mark_parts(read: Any, makers: Mapping[str | None, int]) -> None:
-    """Mark what has no name of an original node in the model as OpenVINO read it.
+def _mark_parts(read: Any, producers: Mapping[str | None, int]) -> None:
+    """Mark operations of OpenVINO's model that do not have the name of an original node.
 
-    OpenVINO's reader makes several operations of one node, and names the last after the node, or
-    after its output if the model has that output. The others are between: they get the marks of
+    OpenVINO's reader creates several operations for one node, and names the last after the node, or
+    after its output if it is an output of the model. The others precede it: they get the marks of
     their consumers.
     """
-    found: dict[str, str] = {}
+    mark_of: dict[str, str] = {}
     for operation in reversed(read.get_ordered_ops()):
         name = operation.get_friendly_name()
         marks = _MARK.findall(name)
-        if not marks and name in makers:
-            marks.append(str(makers[name]))
+        if not marks and name in producers:
+            marks.append(str(producers[name]))
         if not marks and operation.get_type_name() not in ("Parameter", "Constant", "Result"):
-            readers = (
-                each.get_node()
-                for output in operation.outputs()
-                for each in output.get_target_inputs()
-            )
-            marks = _MARK.findall(
-                "".join(found.get(reader.get_friendly_name(), "") for reader in readers)
-            )
-        found[name] = "".join(f"htp#{mark}#" for mark in dict.fromkeys(marks))
+            for output in operation.outputs():
+                for target in output.get_target_inputs():
+                    consumer = target.get_node().get_friendly_name()
+                    marks += _MARK.findall(mark_of.get(consumer, ""))
+        mark_of[name] = "".join(f"htp#{mark}#" for mark in dict.fromkeys(marks))
     for number, operation in enumerate(read.get_ordered_ops()):
-        if mark := found[operation.get_friendly_name()]:
+        mark = mark_of[operation.get_friendly_name()]
+        if mark:
             operation.set_friendly_name(f"{mark}{number}")

@@ -1,9 +1,9 @@
-"""TensorRT as an engine of ``profile``: what ``trtexec`` measured, by the names that it made of the nodes'.
+"""TensorRT as an engine of `profile`: measurements of ``trtexec``, mapped to nodes by layer names.
 
-``--exportLayerInfo`` writes ``{"Layers": [...]}``, of names or, with
+``--exportLayerInfo`` writes ``{"Layers": [...]}``, a list of names or, with
 ``--profilingVerbosity=detailed``, of objects with ``Name``, ``LayerType``, ``Inputs``, ``Outputs``
 and ``Metadata``. ``--exportProfile`` writes a list: ``{"count": runs}``, then ``{"name", "timeMs",
-"averageMs", ...}`` for each layer; ``timeMs`` is of all runs.
+"averageMs", ...}`` for each layer; ``timeMs`` is the sum of all runs.
 """
 
 from __future__ import annotations
@@ -35,38 +35,41 @@ _AROUND = (
 _WRAPPED = re.compile(r"[A-Za-z_]\w*\((.+)\)", re.DOTALL)
 _BESIDE = re.compile(r"\w*?(?:before|after)_(.+)", re.DOTALL)
 _DEEPEST = 50
-"""Levels to which names are taken apart; files come from anywhere."""
+"""The most levels at which names are split: the files are untrusted, and may nest deeper."""
 _JOINED = (" + ", " || ", " -> ")
 _OPENING, _CLOSING = "([{", ")]}"
 _UNNAMED = "node_of_"
-"""What TensorRT's parser puts before the first output of a node without a name."""
+"""Prefix of TensorRT's parser for a node without a name, before its first output."""
 
 
 def read(tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: str) -> Measurement:
-    """Read what trtexec measured of an engine that TensorRT built of a model without functions.
+    """Read ``trtexec``'s measurements of an engine of a model without functions.
 
-    ``files``: what ``--exportLayerInfo`` wrote, then what ``--exportProfile`` wrote; a `FileError`
-    if one is not so, or not of this model.
+    Args:
+        tagged: The model.
+        files: The files of ``--exportLayerInfo`` and of ``--exportProfile``, in this order.
+        name: The name of the model in errors.
+
+    Raises:
+        FileError: A file has other contents, or belongs to another model.
     """
     if isinstance(files, str | os.PathLike) or len(files) != 2:
         raise InputError(
             "tensorrt reads two files of trtexec: that of --exportLayerInfo, then that of --exportProfile"
         )
-    of_layers, of_times = (os.fspath(file) for file in files)
-    layers, runs = _read_engine(of_layers, of_times)
+    layers_file, times_file = (os.fspath(file) for file in files)
+    layers, runs = _read_engine(layers_file, times_file)
     untimed = [layer.name for layer in layers if layer.ms is None]
-    notes = (
-        (f"{len(untimed)} layers have no time in the profile, {untimed[0]!r} first",)
-        if untimed
-        else ()
-    )
-    kernels = _layer_kernels(layers, tagged, of_layers, name)
+    notes = tuple[str, ...]()
+    if untimed:
+        notes = (f"{len(untimed)} layers have no time in the profile, {untimed[0]!r} first",)
+    kernels = _layer_kernels(layers, tagged, layers_file, name)
     return Measurement(kernels, providers=("TensorRT",), timing="layers", runs=runs, notes=notes)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of an engine: kind and metadata, ``[ONNX Layer: name]`` each, if the file has them; ``ms`` of one run."""
+    """A layer of an engine; ``metadata`` contains ``[ONNX Layer: name]`` items; ``ms`` a run."""
 
     name: str
     kind: str = ""
@@ -77,29 +80,32 @@ class Layer:
 
 
 def _read_engine(layers: str, times: str) -> tuple[list[Layer], int]:
-    """The layers in the order of execution, those that only the profile has last; and the runs, 0 if unknown."""
+    """Layers in execution order, layers of the profile only last; and the runs, 0 if unknown."""
     listed = _read(
         layers, "--exportLayerInfo", lambda content: list(map(_layer, content["Layers"]))
     )
     timed, runs = _read(times, "--exportProfile", _times)
-    given: defaultdict[str, deque[float]] = defaultdict(deque)
+    # Several layers may share a name: their times are in the same order.
+    times_of: defaultdict[str, deque[float]] = defaultdict(deque)
     for name, ms in timed:
-        given[name].append(ms)
-    found = [
-        replace(layer, ms=given[layer.name].popleft() if given[layer.name] else None)
-        for layer in listed
-    ]
-    if all(layer.ms is None for layer in found):
+        times_of[name].append(ms)
+    measured = []
+    for layer in listed:
+        left = times_of[layer.name]
+        measured.append(replace(layer, ms=left.popleft() if left else None))
+    if all(layer.ms is None for layer in measured):
         problem = f"has no time for any layer of {layers}, but one for {timed[0][0]!r}"
         raise FileError(times, f"{problem}; both files have to be of the same engine")
-    return [*found, *(Layer(name, ms=ms) for name, left in given.items() for ms in left)], runs
+    for name, left in times_of.items():
+        measured += [Layer(name, ms=ms) for ms in left]
+    return measured, runs
 
 
 _Read = TypeVar("_Read")
 
 
 def _read(path: str, option: str, read_content: Callable[[Any], _Read]) -> _Read:
-    """What a file says; a `FileError` if it is none that trtexec writes with an option."""
+    """The content of a file; raises `FileError` for one that trtexec does not write."""
     content = read_json(path)
     try:
         return read_content(content)
@@ -110,72 +116,66 @@ def _read(path: str, option: str, read_content: Callable[[Any], _Read]) -> _Read
 def _layer(entry: Any) -> Layer:
     if isinstance(entry, str):
         return Layer(entry)
-    inputs, outputs = (
-        tuple(str(each["Name"]) for each in entry.get(side, ())) for side in ("Inputs", "Outputs")
-    )
-    return Layer(
-        str(entry["Name"]),
-        str(entry.get("LayerType", "")),
-        str(entry.get("Metadata", "")),
-        inputs,
-        outputs,
-    )
+    inputs = tuple(str(tensor["Name"]) for tensor in entry.get("Inputs", ()))
+    outputs = tuple(str(tensor["Name"]) for tensor in entry.get("Outputs", ()))
+    kind = str(entry.get("LayerType", ""))
+    metadata = str(entry.get("Metadata", ""))
+    return Layer(str(entry["Name"]), kind, metadata, inputs, outputs)
 
 
 def _times(content: Any) -> tuple[list[tuple[str, float]], int]:
+    """Layer and milliseconds a run; and the number of runs."""
     runs = next((int(entry["count"]) for entry in content if "count" in entry), 0)
-    entries = [entry for entry in content if "name" in entry or "count" not in entry]
-    timed = [
-        (
-            str(entry["name"]),
-            float(entry["averageMs"] if "averageMs" in entry else entry["timeMs"] / runs),
-        )
-        for entry in entries
-    ]
+    timed = []
+    for entry in content:
+        if "count" in entry and "name" not in entry:
+            continue
+        name = str(entry["name"])
+        ms = entry["averageMs"] if "averageMs" in entry else entry["timeMs"] / runs
+        timed.append((name, float(ms)))
     if not timed or not all(0 <= ms < math.inf for _, ms in timed):
         raise ValueError("each layer has a time, a number from 0 up")
     return timed, runs
 
 
 class EngineNames:
-    """The nodes of a model by what TensorRT makes of their names.
+    """Finds the nodes of a model by TensorRT's names.
 
-    It joins names, ``a + b``, ``a || b``, ``2-layer MLP: a -> b``; wraps elementwise operations,
-    ``PWN(a, b)``; and names what it inserts after what it serves: ``Reformatting CopyNode for Input
-    Tensor 0 to a``, ``squeeze_after_a``, ``a_myl0_3``. Parts that are no names of nodes, as
-    ``(Unnamed Layer* 12) [Shuffle]``, tell nothing; a weight tells its consumers if nothing else
-    tells more.
+    TensorRT joins names, ``a + b``, ``a || b``, ``2-layer MLP: a -> b``; wraps elementwise
+    operations, ``PWN(a, b)``; and names an inserted layer after another: ``Reformatting CopyNode
+    for Input Tensor 0 to a``, ``squeeze_after_a``, ``a_myl0_3``. Parts that are not names of nodes,
+    such as ``(Unnamed Layer* 12) [Shuffle]``, are ignored. The name of a weight means its
+    consumers if no other part names a node.
     """
 
     def __init__(self, tagged: TaggedModel) -> None:
         self._nodes: defaultdict[str, list[ir.Node]] = defaultdict(list)
         self._producers: dict[str, list[ir.Node]] = {}
-        self._readers: defaultdict[str, list[ir.Node]] = defaultdict(list)
+        self._consumers: defaultdict[str, list[ir.Node]] = defaultdict(list)
         for node in tagged.nodes:
-            name = node.name or next(
-                (_UNNAMED + str(value.name) for value in node.outputs if value.name), ""
-            )
+            outputs = [str(value.name) for value in node.outputs if value.name]
+            name = node.name or (f"{_UNNAMED}{outputs[0]}" if outputs else "")
             self._nodes[name].append(node)
-            self._producers.update(
-                {str(value.name): [node] for value in node.outputs if value.name}
-            )
+            for output in outputs:
+                self._producers[output] = [node]
             for value in node.inputs:
                 if value is not None and value.name and value.producer() is None:
-                    self._readers[value.name].append(node)
+                    self._consumers[value.name].append(node)
 
     def nodes(self, name: str) -> list[ir.Node]:
-        """Return the nodes that a name of the engine tells, each once."""
+        """Return the distinct nodes of a name of the engine."""
         parts = list(self._parts(name, _DEEPEST))
-        found = [node for part in parts for node in self._named(part)]
-        return list(
-            dict.fromkeys(found or (node for part in parts for node in self._readers.get(part, ())))
-        )
+        nodes = dict.fromkeys(node for part in parts for node in self._named(part))
+        if not nodes:
+            nodes = dict.fromkeys(node for part in parts for node in self._consumers.get(part, ()))
+        return list(nodes)
 
     def producers(self, tensors: Iterable[str]) -> list[ir.Node]:
-        """Return the nodes that produce tensors of the original model; tensors that it does not have are left out."""
+        """Return the producers of tensors that the original model has."""
         return [node for tensor in tensors for node in self._producers.get(tensor, ())]
 
     def _parts(self, name: str, levels: int) -> Iterator[str]:
+        """Split a name into parts that are not composed of others."""
         if not levels:
             return
         name = name.strip()
@@ -198,19 +198,21 @@ class EngineNames:
         yield name
 
     def _named(self, part: str) -> list[ir.Node]:
+        """The nodes of a part: by its name, by its output, or by a prefix of it."""
         if part in self._nodes or part in self._producers:
             return self._nodes.get(part) or self._producers[part]
         if match := _BESIDE.fullmatch(part):
             part = match[1]
             if part in self._nodes:
                 return self._nodes[part]
-        ends = (place for place in range(len(part) - 1, 0, -1) if part[place] in "_ ")
-        return next(
-            (self._nodes[part[:place]] for place in ends if part[:place] in self._nodes), []
-        )
+        for end in range(len(part) - 1, 0, -1):
+            if part[end] in "_ " and part[:end] in self._nodes:
+                return self._nodes[part[:end]]
+        return []
 
 
 def _split(text: str, separator: str) -> list[str]:
+    """Split a text at separators outside of parentheses."""
     parts, depth, start, place = [], 0, 0, 0
     while place < len(text):
         depth += (text[place] in _OPENING) - (text[place] in _CLOSING)
@@ -230,45 +232,45 @@ _REGION = re.compile(r"\{ForeignNode\[(.+)\]\}", re.DOTALL)
 def _layer_kernels(
     layers: Sequence[Layer], tagged: TaggedModel, file: str, name: str
 ) -> tuple[Kernel, ...]:
-    """Return the layers that have times, with their owners; a `FileError` if none is made of a node of the model.
+    """Return the layers that have times, with their owners.
 
-    What a layer was made of is told by its metadata; without, by its name; without, by its tensors:
-    the nodes between them that no other layer names. ``{ForeignNode[a...b]}`` is the nodes between
-    its tensors, or from ``a`` to ``b``. Other layers were inserted, and belong to the modules of
-    their consumers, or else to those of their producers.
+    The original nodes of a layer are named in its metadata, or else in its name, or else they are
+    the nodes between its tensors that no other layer names. ``{ForeignNode[a...b]}`` means the
+    nodes between its tensors, or from ``a`` to ``b``. Other layers were inserted, and belong to the
+    modules of their consumers, or else of their producers.
+
+    Raises:
+        FileError: No layer has a node of the model.
     """
     names = EngineNames(tagged)
-    told = [_told(layer, names) for layer in layers]
-    regions = _Regions(names, {node for nodes in told for node in nodes}, tagged)
-    made_of = [nodes or regions.of(layer) for layer, nodes in zip(layers, told, strict=True)]
-    if not any(made_of):
+    named = [_named_nodes(layer, names) for layer in layers]
+    regions = _Regions(names, set[ir.Node]().union(*named), tagged)
+    nodes_of = [nodes or regions.of(layer) for layer, nodes in zip(layers, named, strict=True)]
+    if not any(nodes_of):
         first = ", ".join(repr(layer.name) for layer in layers[:3])
         raise FileError(
             file, f"no layer is made of a node of {name}: {first}; it is of another model"
         )
-    run = [
-        Kernel(layer.name, layer.kind or "layer", "TensorRT", layer.ms or 0.0, 1.0)
-        for layer in layers
-    ]
-    entries = [
-        Entry(run[k], made_of[k], layer.inputs, layer.outputs) for k, layer in enumerate(layers)
-    ]
-    kernels = entry_kernels(entries, tagged)
-    return tuple(
-        kernel for kernel, layer in zip(kernels, layers, strict=True) if layer.ms is not None
-    )
+    entries = []
+    for layer, nodes in zip(layers, nodes_of, strict=True):
+        kernel = Kernel(layer.name, layer.kind or "layer", "TensorRT", layer.ms or 0.0, 1.0)
+        entries.append(Entry(kernel, nodes, layer.inputs, layer.outputs))
+    kernels = zip(entry_kernels(entries, tagged), layers, strict=True)
+    return tuple(kernel for kernel, layer in kernels if layer.ms is not None)
 
 
-def _told(layer: Layer, names: EngineNames) -> list[ir.Node]:
-    """The nodes that the metadata or the name of a layer tells; none for a region."""
-    found = [node for made_of in _MADE_OF.findall(layer.metadata) for node in names.nodes(made_of)]
-    if not found and not _REGION.search(layer.name):
-        found = names.nodes(layer.name)
-    return list(dict.fromkeys(found))
+def _named_nodes(layer: Layer, names: EngineNames) -> list[ir.Node]:
+    """The nodes in the metadata or the name of a layer; none for a region."""
+    nodes: dict[ir.Node, None] = {}
+    for original_name in _MADE_OF.findall(layer.metadata):
+        nodes.update(dict.fromkeys(names.nodes(original_name)))
+    if not nodes and not _REGION.search(layer.name):
+        nodes.update(dict.fromkeys(names.nodes(layer.name)))
+    return list(nodes)
 
 
 class _Regions:
-    """Finds the nodes of layers of which only the ends are known; ``taken`` are told by layers, and in no region."""
+    """Finds the nodes of layers with known ends only; ``taken`` nodes are named by other layers."""
 
     def __init__(self, names: EngineNames, taken: Set[ir.Node], tagged: TaggedModel) -> None:
         self._names, self._taken = names, taken
@@ -284,22 +286,23 @@ class _Regions:
 
     def _between_tensors(self, layer: Layer) -> set[ir.Node]:
         """The nodes from which the outputs of a layer are computed, back to its inputs."""
-        read = set(layer.inputs)
+        inputs = set(layer.inputs)
         ends = self._names.producers(layer.outputs)
 
         def before(node: ir.Node) -> Iterable[ir.Node | None]:
             return (
                 value.producer()
                 for value in node.inputs
-                if value is not None and value.name not in read
+                if value is not None and value.name not in inputs
             )
 
         return self._reached(ends, before)
 
     def _between_nodes(self, ends: str) -> set[ir.Node]:
-        """The nodes on ways from the first to the last of a region; all on one side if the other end is unknown."""
+        """The nodes from the first to the last of a region; on one side if one is unknown."""
         first, _, last = ends.partition("...")
-        starts, stops = self._names.nodes(first), self._names.nodes(last)
+        starts = self._names.nodes(first)
+        stops = self._names.nodes(last)
         ahead = self._reached(starts, lambda node: node.successors())
         behind = self._reached(stops, lambda node: node.predecessors())
         if not starts or not stops:
@@ -309,6 +312,7 @@ class _Regions:
     def _reached(
         self, starts: Iterable[ir.Node], step: Callable[[ir.Node], Iterable[ir.Node | None]]
     ) -> set[ir.Node]:
+        """The nodes that are reached from some by steps, without ``taken`` ones."""
         reached: set[ir.Node] = set()
         queue: list[ir.Node | None] = list(starts)
         while queue:

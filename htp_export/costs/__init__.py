@@ -1,1 +1,1 @@
-"""What a model costs, by module and by node: operations, bytes, memory, and the shapes that this follows from."""
+"""Cost of a model by module and node: operations, bytes, memory; and shapes of one run."""

@@ -24,7 +24,7 @@ TREE_COLUMNS: tuple[Column[Any], ...] = (
     Column("error", "error", text=_error, keep=8),
     Column("status", "status", style="red", right=False, keep=3),
 )
-"""What can be shown of each module of a tree."""
+"""The columns of a module tree."""
 
 _COUNTS: tuple[Column[Any], ...] = (
     CLASS_NAME,
@@ -70,7 +70,7 @@ UNCOUNTED: Column[Any] = Column(
     keep=9,
 )
 COST_COLUMNS = (*_COUNTS, UNCOUNTED, *_SELF, *_FUSING)
-"""What can be shown of the costs of each module."""
+"""The columns of the costs of a module."""
 
 FUSED = ("class_name", "nodes", *names_of(_FUSING))
-"""The columns that say what fusing would save."""
+"""The columns about the effect of fusing."""

@@ -32,22 +32,22 @@ def cost(
 ) -> Cost:
     """Compute parameters, FLOPs, bytes and peak memory of every module and node.
 
-    Nothing is run and no weight is read. FLOPs are two for each multiply-add of matrix products and
-    convolutions; other operations are counted separately, and operators without a formula are
+    Nothing is run and no weight is loaded. FLOPs are two for each multiply-add of matrix products
+    and convolutions; other operations are counted separately, and operators without a formula are
     listed. ``docs/cost.md`` has the formulas and the memory model.
 
     Thread-safe, also for calls on the same model.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-            Without tags, the result has the whole model and its nodes.
-        data: The inputs of one run, as for `quantize`; not all have to be there. Their shapes are
-            used, and the values of a few integers.
-        dims: Name of an open dimension → size. Dimensions that are not given are 1, and `assumed`
-            lists them.
+            Without tags, the result contains the whole model and its nodes.
+        data: The inputs of one run, as for `quantize`; some may be absent. Their shapes are used,
+            and the values of a few integers.
+        dims: Open dimension → size. The default is 1, and `assumed` lists the dimensions for which
+            it was used.
         shapes: Input name → shape.
-        formulas: ``(domain, operator)`` → a function of one run of a node that gives
-            `htp_export.Work`, for operators that have no formula, or in place of theirs.
+        formulas: ``(domain, operator)`` → a function that returns `htp_export.Work` for one run of
+            a node. It adds an operator or replaces its formula.
 
     Returns:
         Costs by module path, in elements, operations and bytes.
@@ -87,52 +87,58 @@ def cost(
 
 def _nodes(run: Run, formulas: Formulas) -> list[NodeCost]:
     works = {id(step): work_of(step, formulas) for step, _ in walk(run.steps)}
-    costs = []
-    for step, times in _chosen(run.steps, works):
-        work = works[id(step)]
-        done = work or NOTHING
-        costs.append(
-            NodeCost(
-                name=step.node.name or "",
-                op_type=step.node.op_type,
-                owners=step.owners,
-                times=times,
-                counted=work is not None,
-                macs=done.macs * times,
-                flops=2 * done.macs * times,
-                other_flops=done.other * times,
-                shapes=tuple(tensor.shape for tensor in step.outputs),
-                activation_bytes=times
-                * sum(t.bytes for t in step.outputs if t.viewed is None and t.origin == "made"),
-                traffic_bytes=times * sum(traffic(step).values()),
-                modules=step.modules if "" in step.modules else step.modules | {""},
-            )
-        )
-    return costs
+    return [_node_cost(step, works[id(step)], times) for step, times in _counted(run.steps, works)]
 
 
-def _chosen(
+def _node_cost(step: RunStep, work: Work | None, times: int) -> NodeCost:
+    """The cost of ``times`` runs of a node."""
+    macs, other = (0, 0) if work is None else (work.macs, work.other)
+    activations = 0
+    for tensor in step.outputs:
+        if tensor.viewed is None and tensor.origin == "made":
+            activations += tensor.bytes
+    return NodeCost(
+        name=step.node.name or "",
+        op_type=step.node.op_type,
+        owners=step.owners,
+        times=times,
+        counted=work is not None,
+        macs=macs * times,
+        flops=2 * macs * times,
+        other_flops=other * times,
+        shapes=tuple(tensor.shape for tensor in step.outputs),
+        activation_bytes=times * activations,
+        traffic_bytes=times * sum(traffic(step).values()),
+        modules=step.modules if "" in step.modules else step.modules | {""},
+    )
+
+
+def _counted(
     steps: Sequence[RunStep], works: Mapping[int, Work | None], times: int = 1
 ) -> Iterator[tuple[RunStep, int]]:
-    """Every step and how often it counts: of the branches of an ``If``, the one that costs more."""
+    """Yield every step and its count, which is 0 in the cheaper branch of an ``If``."""
     for step in steps:
         yield step, times
-        most = max(step.bodies, key=lambda body: _sum(body, works), default=None)
+        costliest = max(step.bodies, key=lambda body: _sum(body, works), default=None)
         for body in step.bodies:
-            taken = step.node.op_type != "If" or body is most
-            yield from _chosen(body.steps, works, times * body.times if taken else 0)
+            counts = step.node.op_type != "If" or body is costliest
+            yield from _counted(body.steps, works, times * body.times if counts else 0)
 
 
 def _sum(body: Body, works: Mapping[int, Work | None]) -> tuple[int, int]:
-    done = [(works[id(step)] or NOTHING, times) for step, times in _chosen(body.steps, works)]
-    return sum(work.macs * times for work, times in done), sum(
-        work.other * times for work, times in done
-    )
+    """The multiply-adds and the other operations of one run of a subgraph."""
+    macs = other = 0
+    for step, times in _counted(body.steps, works):
+        work = works[id(step)] or NOTHING
+        macs += work.macs * times
+        other += work.other * times
+    return macs, other
 
 
 def _modules(
     run: Run, nodes: Sequence[NodeCost], timeline: Timeline, contents: Contents
 ) -> dict[str, ModuleCost]:
+    """Module path → its cost."""
     total, own_total, uncounted = _sums(nodes)
     peaks = _peaks(run, timeline)
     modules = {}
@@ -152,34 +158,37 @@ def _modules(
 
 
 def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
-    """Module path → numbers of its region; of itself; and operator → nodes that are not counted."""
+    """Module path → sums over its region; over itself; and uncounted nodes by operator."""
     total: _Sums = defaultdict(Counter)
     own_total: _Sums = defaultdict(Counter)
     uncounted: _Sums = defaultdict(Counter)
-    # sums over nodes of the same regions
-    alike: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)
+    # Many nodes have the same regions: they are summed once for each set of regions.
+    region_sums: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)
     for node in nodes:
-        for path in node.modules if not node.counted else ():
-            uncounted[path][node.op_type] += 1
+        if not node.counted:
+            for path in node.modules:
+                uncounted[path][node.op_type] += 1
         for name in _SUMMED:
             number = getattr(node, name)
-            alike[node.modules][name] += number
+            region_sums[node.modules][name] += number
             for owner, share in divided(number, node.owners or ("",)):
                 own_total[owner][name] += share
-    for modules, sums in alike.items():
-        for name, number in sums.items():
-            for path in modules if number else ():
-                total[path][name] += number
+    for modules, sums in region_sums.items():
+        for path in modules:
+            for name, number in sums.items():
+                if number:
+                    total[path][name] += number
     return total, own_total, uncounted
 
 
 def divided(number: int, owners: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """A number in parts for its owners, as equal as whole numbers can be; nothing is lost."""
+    """Divide a number among its owners, as equally as whole numbers allow."""
     for position, owner in enumerate(owners):
         yield owner, (number + len(owners) - 1 - position) // len(owners)
 
 
 def _peaks(run: Run, timeline: Timeline) -> dict[str, int]:
+    """Module path → the peak of live bytes while its region runs."""
     peaks: dict[str, int] = {}
     for step, live in zip(run.steps, timeline.live.tolist(), strict=True):
         for path in step.modules | {""}:
@@ -188,18 +197,24 @@ def _peaks(run: Run, timeline: Timeline) -> dict[str, int]:
 
 
 def _peak(run: Run, timeline: Timeline) -> Peak:
+    """The first step with the most live bytes, and its tensors."""
     if not run.steps:
         return Peak(0, "", (), ())
-    at = int(timeline.live.argmax())  # the first step at which it is reached
+    at = int(timeline.live.argmax())  # the first step that reaches the peak
     step = run.steps[at]
     alive = [life for life in timeline.lives if life.size and life.start <= at <= life.end]
-    live = tuple(
-        (life.tensor.name, life.size) for life in sorted(alive, key=lambda life: -life.size)
+    alive.sort(key=lambda life: -life.size)
+    live = tuple((life.tensor.name, life.size) for life in alive)
+    return Peak(
+        bytes=timeline.peak(),
+        node=step.node.name or step.node.op_type,
+        modules=step.owners,
+        live=live,
     )
-    return Peak(timeline.peak(), step.node.name or step.node.op_type, step.owners, live)
 
 
 def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...]:
+    """Sentences on what the numbers do not include."""
     notes = []
     if tagged.source == "none":
         notes.append("only the whole is known")
@@ -209,9 +224,9 @@ def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...
         notes.append(
             "parameters are the weights that the file has: it does not say which PyTorch had"
         )
-    unknown = sum(
-        t.shape is None and bool(t.name) for step, _ in walk(run.steps) for t in step.outputs
-    )
+    unknown = 0
+    for step, _ in walk(run.steps):
+        unknown += sum(tensor.shape is None and bool(tensor.name) for tensor in step.outputs)
     if unknown:
         notes.append(
             f"{unknown} tensors have no known shape; they are missing from bytes and peaks ({run.unknown})"

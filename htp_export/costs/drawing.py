@@ -1,4 +1,4 @@
-"""Costs by module and the module tree, drawn for a terminal or a pipe, or written as CSV."""
+"""Drawings of costs by module and of the module tree, for a terminal or a pipe, and as CSV."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def render_cost(
     columns: Sequence[str] | None = None,
     sort: str | None = None,
 ) -> RenderableType:
-    """A table with a line for each module, then what is known of the whole, in words.
+    """A table with a line for each module, followed by lines about the whole model.
 
-    With ``fold``, alike siblings that follow each other are drawn once. A column to ``sort`` by
-    gives a list, the largest first. ``columns`` are some of ``COST_COLUMNS``, in this order.
+    With ``fold``, consecutive equal siblings are drawn once. With ``sort``, a column, it is a list,
+    the largest first. ``columns`` is a subset of ``COST_COLUMNS``, in this order.
     """
+    has_uncounted = any(module.uncounted for module in modules)
+    usual = [*_USUAL, "uncounted"] if has_uncounted else _USUAL
     usual = [*_USUAL, *(["uncounted"] if any(module.uncounted for module in modules) else [])]
     shown = chosen(cost.columns, usual if columns is None else columns)
     if columns is None and cost.shared:
@@ -51,7 +53,7 @@ def render_cost(
         cells = (column.cell(module) for column in shown if column.name not in _OF_THE_MODEL)
         return (module.class_name, module.calls, module.nodes, *cells)
 
-    # The peak of the model while alike modules run differs with what else is in memory.
+    # The model's peak while equal modules run differs: other tensors are in memory, too.
     table = TreeTable(
         rows,
         shown,
@@ -64,12 +66,13 @@ def render_cost(
 
 
 def _tied(cost: Cost) -> Column[ModuleCost]:
-    """Marks the modules that hold a parameter together with others: it counts once in what is above them."""
+    """The column that marks modules that share a parameter, which their ancestors count once."""
     notes: dict[str, str] = {}
     for holders in cost.shared.values():
         first, *others = (path or "(root)" for path in holders)
         notes.setdefault(holders[0], f"with {', '.join(others)}")
-        notes.update((path, f"counted in {first}") for path in holders[1:] if path not in notes)
+        for path in holders[1:]:
+            notes.setdefault(path, f"counted in {first}")
     title = "tied" if cost.from_pytorch else "shared"
     return Column(
         "tied", title, lambda module: notes.get(module.path), style="yellow", right=False, keep=7
@@ -79,22 +82,26 @@ def _tied(cost: Cost) -> Column[ModuleCost]:
 def modules_csv(
     table: Cost | ModuleTree, rows: Sequence[ModuleFacts], names: Sequence[str], sort: str | None
 ) -> str:
-    """Some columns as CSV, a line for each module."""
+    """Columns of modules as CSV."""
     return csv_text([MODULE, *chosen(table.columns, names)], sorted_by(rows, table.columns, sort))
 
 
 def nodes_csv(nodes: Sequence[NodeCost]) -> str:
     """Costs of nodes as CSV."""
 
-    def shapes(node: NodeCost) -> str:
-        return " ".join(
-            "?" if shape is None else "x".join(map(str, shape)) for shape in node.shapes
-        )
+    def owners(node: NodeCost) -> str:
+        return " ".join(node.owners)
 
-    values = {"owners": lambda node: " ".join(node.owners), "shapes": shapes}
-    return csv_text(
-        [Column(name, name, values.get(name)) for name in NodeCost.__dataclass_fields__], nodes
-    )
+    def shapes(node: NodeCost) -> str:
+        return " ".join(map(_shape_text, node.shapes))
+
+    values = {"owners": owners, "shapes": shapes}
+    columns = [Column(name, name, values.get(name)) for name in NodeCost.__dataclass_fields__]
+    return csv_text(columns, nodes)
+
+
+def _shape_text(shape: Sequence[int] | None) -> str:
+    return "?" if shape is None else "x".join(map(str, shape))
 
 
 _ALWAYS = ("class_name", "nodes", "parameters")
@@ -111,11 +118,11 @@ def render(
     columns: Sequence[str] | None = None,
     sort: str | None = None,
 ) -> RenderableType:
-    """A table with a line for each module: class, nodes, parameters, FLOPs, time and error where they are known.
+    """A table with a line for each module: class, nodes, parameters, and known measurements.
 
-    With ``fold``, alike siblings that follow each other, ``layer.0`` to ``layer.11``, are drawn
-    once: their times as the mean, their errors as the largest. A column to ``sort`` by gives a
-    list, the largest first.
+    With ``fold``, consecutive equal siblings, ``layer.0`` to ``layer.11``, are drawn once, with the
+    mean of their times and the largest of their errors. With ``sort``, a column, it is a list, the
+    largest first.
     """
     names = usual_columns(tree) if columns is None else columns
     shown = [_FATE if column.name == "fate" else column for column in chosen(tree.columns, names)]
@@ -127,13 +134,13 @@ def render(
 
 
 def usual_columns(tree: ModuleTree) -> list[str]:
-    """The names of the columns that are drawn unless others are named."""
-    columns = chosen(tree.columns, _WHERE_KNOWN)
-    return [
-        *_ALWAYS,
-        *(c.name for c in columns if any(c.data(row) is not None for row in tree.rows)),
-        "fate",
-    ]
+    """The names of the columns that are drawn by default."""
+
+    def is_known(column: Column[ModuleRow]) -> bool:
+        return any(column.data(row) is not None for row in tree.rows)
+
+    known = filter(is_known, chosen(tree.columns, _WHERE_KNOWN))
+    return [*_ALWAYS, *names_of(known), "fate"]
 
 
 def _alike(row: ModuleRow) -> Hashable:

@@ -1,6 +1,6 @@
-"""What happens when a model runs: its nodes in order, each with the tensors it reads and makes, by shape.
+"""One run of a model by shapes: its nodes in order, each with its input and output tensors.
 
-Weights are not read. Shapes that cannot be inferred are those that the file says.
+Weights are not loaded. A shape that cannot be inferred is taken from the file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ Origin: TypeAlias = Literal["input", "weight", "constant", "made"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """A tensor of one run. Two are the same if they are the same object.
+    """A tensor of one run; two are equal only if they are the same object.
 
-    Type and shape are None where they are not known. ``value`` is what is in it, where that is
-    known from shapes and small constants alone; ``viewed`` is the tensor whose memory it is, None
-    where it has its own.
+    Type and shape are None if unknown. ``value`` holds its elements, if they follow from shapes and
+    small constants alone; ``viewed`` is the tensor whose memory it shares, or None.
     """
 
     name: str
@@ -44,19 +43,19 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """How many elements it has; 0 where its shape is not known."""
+        """The number of elements; 0 if the shape is unknown."""
         return 0 if self.shape is None else math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Its size; 0 where its type or shape is not known, and for strings."""
+        """The size in bytes; 0 if type or shape is unknown, and for strings."""
         if self.dtype is None or self.dtype in (ir.DataType.UNDEFINED, ir.DataType.STRING):
             return 0
         return -(-self.elements * self.dtype.bitwidth // 8)
 
     @property
     def buffer(self) -> Tensor:
-        """The tensor that has the memory."""
+        """The tensor that owns the memory."""
         tensor = self
         while tensor.viewed is not None:
             tensor = tensor.viewed
@@ -65,7 +64,7 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A subgraph that a node runs ``times`` times, and what goes in and out of each run."""
+    """A subgraph that a node runs ``times`` times, with its inputs and outputs in each run."""
 
     steps: Sequence[RunStep]
     times: int
@@ -75,11 +74,11 @@ class Body:
 
 @dataclass(frozen=True, eq=False)
 class RunStep:
-    """One run of one node; its subgraphs are both branches of an ``If``, or the body of a ``Loop`` or ``Scan``.
+    """One run of one node, with its subgraphs: both branches of ``If``, or the body of a loop.
 
-    ``owners`` are the modules that it computes, ``modules`` those in whose regions it is; inputs
-    that are left out are None. ``trips_known``: whether ``times`` of its bodies is known; where
-    not, it is 1.
+    ``owners`` are the modules that it computes, ``modules`` the modules whose regions contain it.
+    Absent optional inputs are None. ``trips_known`` is False if the ``times`` of its bodies is
+    unknown and therefore 1.
     """
 
     node: ir.Node
@@ -93,54 +92,58 @@ class RunStep:
 
     @property
     def op(self) -> tuple[str, str]:
-        """Domain and type of its operator; the domain of ONNX itself is ``""``."""
+        """Domain and type of the operator; ONNX's own domain is ``""``."""
         return self.node.domain, self.node.op_type
 
     def input(self, position: int) -> Tensor | None:
-        """An input; None where it is left out."""
-        return self.inputs[position] if position < len(self.inputs) else None
+        """An input; None if it is absent."""
+        if position < len(self.inputs):
+            return self.inputs[position]
+        return None
 
     def shape(self, position: int) -> tuple[int, ...]:
-        """The shape of an input; an `UnknownShapeError` if it is left out, or not known."""
+        """The shape of an input; raises `UnknownShapeError` if it is absent or unknown."""
         tensor = self.input(position)
         if tensor is None or tensor.shape is None:
             raise UnknownShapeError(f"input {position} of {self.node.op_type}")
         return tensor.shape
 
     def output_shape(self, position: int = 0) -> tuple[int, ...]:
-        """The shape of an output; an `UnknownShapeError` if there is none, or it is not known."""
+        """The shape of an output; raises `UnknownShapeError` if it is absent or unknown."""
         shape = self.outputs[position].shape if position < len(self.outputs) else None
         if shape is None:
             raise UnknownShapeError(f"output {position} of {self.node.op_type}")
         return shape
 
     def integer(self, name: str, default: int = 0) -> int:
-        """An attribute that is a whole number."""
+        """An integer attribute."""
         return int(self._attribute(name, ir.AttributeType.INT, default))
 
     def real(self, name: str, default: float) -> float:
-        """An attribute that is a number."""
+        """A float attribute."""
         return float(self._attribute(name, ir.AttributeType.FLOAT, default))
 
     def text(self, name: str, default: str = "") -> str:
-        """An attribute that is a string."""
+        """A string attribute."""
         return str(self._attribute(name, ir.AttributeType.STRING, default))
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """An attribute that is a list of whole numbers; empty where it is left out."""
+        """An attribute with a list of integers; empty if it is absent."""
         return tuple(self._attribute(name, ir.AttributeType.INTS, ()))
 
     def _attribute(self, name: str, kind: ir.AttributeType, default: Any) -> Any:
         attribute = self.attributes.get(name)
-        return attribute.value if attribute is not None and attribute.type == kind else default
+        if attribute is not None and attribute.type == kind:
+            return attribute.value
+        return default
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One run of a model: its nodes in order, those of functions in place of the calls.
+    """One run of a model: its nodes in order, with the nodes of functions in place of calls.
 
-    ``sizes`` are the open sizes that were used, ``notes`` what was assumed of them, and ``unknown``
-    is the first tensor whose shape is not known.
+    ``sizes`` maps open dimensions to the sizes that were used, ``notes`` lists the assumed ones,
+    and ``unknown`` names the first tensor of unknown shape.
     """
 
     steps: Sequence[RunStep]
@@ -151,13 +154,13 @@ class Run:
 
 
 class UnknownShapeError(Exception):
-    """A formula needs a shape that is not known."""
+    """A formula needs an unknown shape."""
 
 
 def walk(steps: Sequence[RunStep], times: int = 1) -> Iterator[tuple[RunStep, int]]:
-    """Every step, with those in bodies after the one that holds them, and how often each runs.
+    """Yield every step and how often it runs; the steps of its bodies follow.
 
-    Loops in loops of a file may run more often than can be printed; more than 64 bits say no more.
+    The count is limited to 64 bits: nested loops could ask for a number too long to print.
     """
     for step in steps:
         yield step, times
@@ -165,7 +168,7 @@ def walk(steps: Sequence[RunStep], times: int = 1) -> Iterator[tuple[RunStep, in
             yield from walk(body.steps, min(times * body.times, LARGEST))
 
 
-# ONNX Runtime gives the output of these the memory of the input.
+# In ONNX Runtime, these outputs share the memory of their input.
 _VIEWS = RESHAPING | {"Identity"}
 
 
@@ -175,64 +178,69 @@ def run_by_shapes(
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Run:
-    """What happens in one run of a model without functions; a function that cannot be dissolved is a step.
+    """Infer one run of a model without functions; a function that was not inlined is one step.
 
-    ``inputs``: input name → example, anything with a ``shape``, or nested lists. What nothing tells
-    is 1, with a note. An `InputError` if sizes contradict each other or the model, or the number of
-    dimensions of an input is not known.
+    Args:
+        tagged: The model.
+        inputs: Input name → example, any object with a ``shape`` or nested lists.
+        dims: Open dimension → size; 1, with a note, if nothing determines it.
+        shapes: Input name → shape.
+
+    Raises:
+        InputError: Sizes contradict each other or the model, or the rank of an input is unknown.
     """
-    examples = {
-        name: example if hasattr(example, "shape") else np.asarray(example)
-        for name, example in (inputs or {}).items()
-    }
-    example_shapes = {
-        name: tuple(int(size) for size in example.shape) for name, example in examples.items()
-    }
+    examples: dict[str, Any] = {}
+    example_shapes: dict[str, Sequence[int]] = {}
+    for name, example in (inputs or {}).items():
+        examples[name] = example if hasattr(example, "shape") else np.asarray(example)
+        example_shapes[name] = tuple(map(int, examples[name].shape))
     wanted = Inputs.of(tagged.model)
-    bound, notes = wanted.assume(
-        wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})})
-    )
+    bindings = wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})})
+    bound, notes = wanted.assume(bindings)
     bound.check()
-    tensors, impossible = {}, ""
+    tensors: dict[str, Tensor] = {}
+    first_impossible = ""
     for declared in wanted:
-        known = (
-            _small(examples[declared.name])
-            if declared.name in examples and declared.type is not None
-            else None
-        )
-        shape = bound.shapes[declared.name]
-        # all are: see above
-        sizes = None if shape is None else tuple(size for size in shape if size is not None)
-        if sizes is not None and possible(sizes) is None:  # of a file
-            sizes, impossible = None, impossible or f"first {declared.name!r}"
-        tensors[declared.name] = Tensor(declared.name, declared.type, sizes, "input", known)
+        name = declared.name
+        array = None
+        if name in examples and declared.type is not None:
+            array = _small(examples[name])
+        sizes = _possible_sizes(bound.shapes[name])
+        if sizes is None and bound.shapes[name] is not None and not first_impossible:
+            first_impossible = f"first {name!r}"
+        tensors[name] = Tensor(name, declared.type, sizes, "input", array)
     runner = _Runner(tagged, tensors, bound.sizes)
-    runner.first_unknown = impossible
+    runner.first_unknown = first_impossible
     runner.walk(tagged.model.graph)
     outputs = [runner.tensor(value) for value in tagged.model.graph.outputs]
     return Run(runner.steps, outputs, bound.sizes, notes, runner.first_unknown)
 
 
+def _possible_sizes(shape: Sequence[int | None] | None) -> tuple[int, ...] | None:
+    """The sizes of an input; None if they are unknown, or so large that no tensor can have them."""
+    if shape is None:
+        return None
+    # After `assume`, no size is None.
+    sizes = tuple(size for size in shape if size is not None)
+    # A file can state any sizes.
+    return None if possible(sizes) is None else sizes
+
+
 def _small(array: Any) -> Any:
-    """The values of an example that may say sizes: whole numbers, and few of them."""
+    """An example that may contain sizes, as an array: a few integers. None for any other."""
     if hasattr(array, "detach"):
-        array = array.detach().cpu()
-        array = (
-            array.numpy()
-            if str(array.dtype).startswith(("torch.int", "torch.bool", "torch.uint"))
-            else None
-        )
-    if (
-        isinstance(array, np.ndarray | np.generic)
-        and array.dtype.kind in "iub"
-        and array.size <= MOST_ELEMENTS
-    ):
-        return np.asarray(array)
-    return None
+        if not str(array.dtype).startswith(("torch.int", "torch.bool", "torch.uint")):
+            return None
+        array = array.detach().cpu().numpy()
+    if not isinstance(array, np.ndarray | np.generic):
+        return None
+    if array.dtype.kind not in "iub" or array.size > MOST_ELEMENTS:
+        return None
+    return np.asarray(array)
 
 
 class _Runner(Inference):
-    """One run, of which each node of the main graph and of its subgraphs is a step."""
+    """Records each node of the main graph and its subgraphs as a step of one run."""
 
     def __init__(
         self, tagged: TaggedModel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
@@ -256,25 +264,35 @@ class _Runner(Inference):
 
     def visit(self, node: ir.Node) -> None:
         inputs = tuple(None if value is None else self.tensor(value) for value in node.inputs)
-        outer, self._bodies, self._trips_known = self._bodies, [], True
+        outer = self._bodies
+        self._bodies = []
+        self._trips_known = True
         super().visit(node)
-        bodies, self._bodies, trips_known = tuple(self._bodies), outer, self._trips_known
+        bodies = tuple(self._bodies)
+        self._bodies = outer
+        trips_known = self._trips_known
         is_view = node.meta.get(VIEW) or is_standard(node, *_VIEWS)
-        views = inputs[0] if inputs and is_view else None
-        origin: Origin = "constant" if node.op_type == "Constant" and node.domain == "" else "made"
-        outputs = tuple(self._new(value, origin, views) for value in node.outputs)
+        viewed = inputs[0] if inputs and is_view else None
+        origin: Origin = "constant" if is_standard(node, "Constant") else "made"
+        outputs = tuple(self._new(value, origin, viewed) for value in node.outputs)
         self._tensors.update(zip(node.outputs, outputs, strict=True))
         work = self._tagged.work_of(node)
-        attributes = self.operation(node).attributes
-        self.steps.append(
-            RunStep(
-                node, work.owners, inputs, outputs, attributes, bodies, trips_known, work.modules
-            )
+        step = RunStep(
+            node=node,
+            owners=work.owners,
+            inputs=inputs,
+            outputs=outputs,
+            attributes=self.operation(node).attributes,
+            bodies=bodies,
+            trips_known=trips_known,
+            modules=work.modules,
         )
+        self.steps.append(step)
 
     def call(self, function: ir.Function, operation: Operation) -> None:
-        """Infer what a function makes; its nodes are no steps."""
-        steps, self.steps = self.steps, []
+        """Infer the outputs of a function, without steps for its nodes."""
+        steps = self.steps
+        self.steps = []
         super().call(function, operation)
         self.steps = steps
 
@@ -285,52 +303,55 @@ class _Runner(Inference):
             self.state(value, fact)
         tensors = [self._new(value, "made") for value in graph.inputs[: len(facts)]]
         self._tensors.update(zip(graph.inputs, tensors, strict=False))
-        outer, self.steps = self.steps, []
+        outer = self.steps
+        self.steps = []
         results = super().body(name, graph, facts, times)
-        steps, self.steps = self.steps, outer
+        steps = self.steps
+        self.steps = outer
         outputs = [self.tensor(value) for value in graph.outputs]
         self._bodies.append(Body(steps, 1 if times is None else times, tensors, outputs))
         self._trips_known = times is not None
         return results
 
     def either(self, first: Fact, second: Fact) -> Fact:
-        """The larger of what two branches give: the one that costs more."""
-        return max(
-            first, second, key=lambda fact: -1 if fact.shape is None else _elements(fact.shape)
-        )
+        """The larger of two results of branches: that of the branch that costs more."""
+
+        def elements(fact: Fact) -> int:
+            return -1 if fact.shape is None else _elements(fact.shape)
+
+        return max(first, second, key=elements)
 
     def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
-        """One run of the body stands for all."""
+        """Run the body once: it represents all runs."""
         return run(state)
 
     def trips(self, trips: Dim | None, certain: bool) -> Dim | None:
-        """A loop runs as often as it says it may, and once where that is not known."""
+        """The trip count of a loop; 1 if it is unknown."""
         return 1 if trips is None else trips
 
     def tensor(self, value: ir.Value) -> Tensor:
         if value not in self._tensors:
-            # A weight, a constant that is an input, a value from outside of a function, or no valid
-            # model.
-            origin: Origin = (
-                "weight" if value.const_value is not None and value.producer() is None else "made"
-            )
-            self._tensors[value] = self._new(value, origin)
+            # A weight, an initializer that is an input, a value from outside of a function, or an
+            # invalid model.
+            is_weight = value.const_value is not None and value.producer() is None
+            self._tensors[value] = self._new(value, "weight" if is_weight else "made")
         return self._tensors[value]
 
     def _new(self, value: ir.Value, origin: Origin, viewed: Tensor | None = None) -> Tensor:
-        kind, shape = self.type(value), self.shape(value)
-        sizes = None if shape is None else tuple(dim for dim in shape if isinstance(dim, int))
+        """A tensor of this run for a value; remembers the first one of unknown shape."""
+        kind = self.type(value)
+        shape = self.shape(value)
         dtype = kind.dtype if isinstance(kind, ir.TensorType) else None
-        numbers = (
-            sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
-        )
-        if numbers is None and value.name and not self.first_unknown:
+        sizes = None
+        if shape is not None and all(isinstance(dim, int) for dim in shape):
+            sizes = tuple(dim for dim in shape if isinstance(dim, int))
+        if sizes is None and value.name and not self.first_unknown:
             node = value.producer()
-            self.first_unknown = f"first {value.name!r}" + (
-                "" if node is None else f", made by {node.op_type}"
-            )
-        return Tensor(value.name or "", dtype, numbers, origin, self.array(value), viewed)
+            producer = "" if node is None else f", made by {node.op_type}"
+            self.first_unknown = f"first {value.name!r}{producer}"
+        return Tensor(value.name or "", dtype, sizes, origin, self.array(value), viewed)
 
 
 def _elements(shape: Dims) -> int:
+    """The number of elements; open dimensions count as 1."""
     return math.prod(dim if isinstance(dim, int) else 1 for dim in shape)

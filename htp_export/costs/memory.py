@@ -1,6 +1,6 @@
-"""Activation memory over the order of execution, traffic between memory and processor, and what fusing would save.
+"""Activation memory over time, traffic between memory and processor, and savings by fusing.
 
-``docs/cost.md`` describes the model, which is the same for every runtime.
+``docs/cost.md`` describes the memory model, which is the same for every runtime.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from htp_export.shapes.operator_kinds import CONTROL_FLOW, RESHAPING, SIZES_ONLY
 _Bytes: TypeAlias = npt.NDArray[Any]
 
 _NO_TRAFFIC = RESHAPING | SIZES_ONLY | CONTROL_FLOW | {"Constant", "Identity"}
-# Of the first input, only what is picked is read.
+# These read only the selected elements of their first input.
 _PICKING = frozenset(("Gather", "GatherElements", "GatherND", "Slice", "Compress"))
 
 
 def traffic(step: RunStep) -> Mapping[Tensor, int]:
-    """Memory → bytes that one run of a node reads from it and writes into it.
+    """Buffer → bytes that one run of a node reads from it and writes into it.
 
-    Nothing for views, and for nodes with subgraphs, whose nodes have their own.
+    It is empty for views, and for nodes with subgraphs, whose nodes have their own traffic.
     """
     if step.op[0] == "" and step.op[1] in _NO_TRAFFIC:
         return {}
     written = sum(tensor.bytes for tensor in step.outputs)
     moved: defaultdict[Tensor, int] = defaultdict(int)
     for position, tensor in enumerate(step.inputs):
-        if tensor is not None:
-            picks = position == 0 and step.op[1] in _PICKING
-            moved[tensor.buffer] = max(
-                moved[tensor.buffer], min(tensor.bytes, written) if picks else tensor.bytes
-            )
+        if tensor is None:
+            continue
+        read = tensor.bytes
+        if position == 0 and step.op[1] in _PICKING:
+            read = min(read, written)
+        moved[tensor.buffer] = max(moved[tensor.buffer], read)
     for tensor in step.outputs:
         moved[tensor.buffer] += tensor.bytes
     return moved
@@ -49,10 +50,10 @@ def traffic(step: RunStep) -> Mapping[Tensor, int]:
 
 @dataclass(frozen=True, eq=False)
 class Life:
-    """A tensor with memory of its own: the first and last step that need it, and its size in bytes.
+    """The life of a buffer: the first and last step that need it, and its size in bytes.
 
-    ``touched`` are the steps that make, read or reshape it; ``leaves``: it is an input or output of
-    the model.
+    ``touched`` are the steps that write, read or reshape it; ``leaves`` is True for an input or
+    output of the model.
     """
 
     tensor: Tensor
@@ -64,7 +65,7 @@ class Life:
 
 
 class Timeline:
-    """The memory of a run: ``live`` bytes at each step, those of subgraphs included, and every activation's life."""
+    """The memory of a run: ``live`` bytes at each step, with subgraphs, and lives of buffers."""
 
     def __init__(self, run: Run) -> None:
         self._steps = run.steps
@@ -72,39 +73,43 @@ class Timeline:
         self.live: _Bytes = _occupied(self.lives, len(run.steps)) + _in_bodies(run.steps)
 
     def peak(self, *, without: Collection[Life] = (), steps: Sequence[int] | None = None) -> int:
-        """The most that is live at once, in bytes: if some activations took no memory, while one of some steps runs."""
-        live = self.live - _occupied(without, len(self.live)) if without else self.live
-        return int((live if steps is None else live[list(steps)]).max(initial=0))
+        """The peak of live bytes; of some steps only, or if some buffers took no memory."""
+        live = self.live
+        if without:
+            live = live - _occupied(without, len(live))
+        if steps is not None:
+            live = live[list(steps)]
+        return int(live.max(initial=0))
 
     @cached_property
     def internal(self) -> Mapping[str, Sequence[Life]]:
-        """Module path → the activations that nothing outside its region makes or reads."""
+        """Module path → the buffers that only nodes in its region write or read."""
         lives: defaultdict[str, list[Life]] = defaultdict(list)
         for life in self.lives:
-            if not life.leaves:
-                for path in set[str].intersection(
-                    *({"", *self._steps[t].modules} for t in life.touched)
-                ):
-                    lives[path].append(life)
+            if life.leaves:
+                continue
+            regions = ({"", *self._steps[t].modules} for t in life.touched)
+            for path in set[str].intersection(*regions):
+                lives[path].append(life)
         return lives
 
     @cached_property
     def _moved(self) -> Counter[Tensor]:
-        """Memory → bytes that all steps write into it and read from it."""
+        """Buffer → bytes that all steps read from it and write into it."""
         moved = Counter[Tensor]()
         for step in self._steps:
             moved.update(traffic(step))
         return moved
 
     def traffic_of(self, lives: Iterable[Life]) -> int:
-        """Bytes that are moved because some activations are in memory."""
+        """The traffic that is caused by keeping some buffers in memory."""
         return sum(self._moved[life.tensor] for life in lives)
 
 
 def _lives(steps: Sequence[RunStep], outputs: Sequence[Tensor], origin: str = "") -> list[Life]:
-    """Activations of a graph, by the order in which they are first seen.
+    """The activations of a graph, in the order of their first use.
 
-    Tensors of ``origin`` are its own though no step makes them; a subgraph has none.
+    Tensors of ``origin`` belong to the graph though no step computes them; in subgraphs, none do.
     """
     touched: dict[Tensor, list[int]] = {}
     inputs: set[Tensor] = set()
@@ -122,27 +127,30 @@ def _lives(steps: Sequence[RunStep], outputs: Sequence[Tensor], origin: str = ""
                 touched.setdefault(buffer, []).append(t)
     returned = {tensor.buffer for tensor in outputs}
     last = len(steps) - 1
-    return [
-        Life(
-            tensor,
-            at[0],
-            last if tensor in returned else at[-1],
-            tensor.bytes,
-            tuple(dict.fromkeys(at)),
-            tensor in returned or tensor in inputs,
+    lives = []
+    for buffer, at in touched.items():
+        is_returned = buffer in returned
+        life = Life(
+            tensor=buffer,
+            start=at[0],
+            end=last if is_returned else at[-1],
+            size=buffer.bytes,
+            touched=tuple(dict.fromkeys(at)),
+            leaves=is_returned or buffer in inputs,
         )
-        for tensor, at in touched.items()
-    ]
+        lives.append(life)
+    return lives
 
 
 def _reads(step: RunStep) -> Iterator[Tensor]:
-    """What a step reads; a subgraph reads what it takes from outside."""
+    """The inputs of a step, with the outer values that its subgraphs use."""
     yield from (tensor for tensor in step.inputs if tensor is not None)
     for body in step.bodies:
         yield from _captured(body)
 
 
 def _captured(body: Body) -> Iterator[Tensor]:
+    """The values from outside that a subgraph uses."""
     inside = set(body.inputs)
     for step in body.steps:
         yield from (tensor for tensor in _reads(step) if tensor not in inside)
@@ -151,7 +159,7 @@ def _captured(body: Body) -> Iterator[Tensor]:
 
 
 def _in_bodies(steps: Sequence[RunStep]) -> _Bytes:
-    """What the subgraphs of each step take at their peak, besides what the step makes."""
+    """The peak of the subgraphs of each step, without the outputs of the step."""
     peaks = [max(map(_body_peak, step.bodies), default=0) for step in steps]
     return np.array(peaks, dtype=_type_of(peaks))
 
@@ -163,6 +171,7 @@ def _body_peak(body: Body) -> int:
 
 
 def _occupied(lives: Iterable[Life], steps: int) -> _Bytes:
+    """The bytes that some buffers occupy at each step."""
     counted = [(life.start, life.end + 1, life.size) for life in lives if life.size]
     change = np.zeros(steps + 1, dtype=_type_of([size for _, _, size in counted]))
     if counted:
@@ -173,16 +182,15 @@ def _occupied(lives: Iterable[Life], steps: int) -> _Bytes:
 
 
 def _type_of(sizes: Sequence[int]) -> type[Any]:
-    """The element type for sums of sizes: Python's integers where those of a file are too large for int64."""
+    """The element type for sums of sizes: Python integers if a file's are too large for int64."""
     return np.int64 if sum(sizes) <= LARGEST else object
 
 
 @dataclass(frozen=True)
 class FusedCost:
-    """Some modules of a model, and the same modules if each kept its intermediates on chip, all of them together.
+    """The cost of a group of modules, now and if each of them kept its intermediates on chip.
 
-    Traffic is what their nodes read and write; the peak is that of the whole model while one of
-    them runs.
+    The traffic is that of their nodes; the peak is that of the whole model while one of them runs.
     """
 
     traffic_bytes: int
@@ -194,24 +202,23 @@ class FusedCost:
 def cost_of_fusing(
     model: ModelSource, groups: Mapping[str, Collection[str]]
 ) -> dict[str, FusedCost]:
-    """What a model saves if all modules of a group are fused: name → memory and traffic; open sizes are 1.
+    """The effect of fusing all modules of a group: name → memory and traffic. Open sizes are 1.
 
-    Each module is fused alone, and the modules of a group at the same time.
+    Each module is fused on its own, and all modules of a group at the same time.
     """
     tagged = read_flat(model)
     run = run_by_shapes(tagged)
     timeline = Timeline(run)
     costs = {}
     for name, paths in groups.items():
-        internal = list(
-            dict.fromkeys(life for path in paths for life in timeline.internal.get(path, ()))
-        )
-        steps = [
-            place
-            for place, step in enumerate(run.steps)
-            if not {*step.modules, ""}.isdisjoint(paths)
-        ]
-        moved = sum(sum(traffic(run.steps[place]).values()) for place in steps)
+        internal: dict[Life, None] = {}
+        for path in paths:
+            internal.update(dict.fromkeys(timeline.internal.get(path, ())))
+        steps = []
+        for index, step in enumerate(run.steps):
+            if not {*step.modules, ""}.isdisjoint(paths):
+                steps.append(index)
+        moved = sum(sum(traffic(run.steps[index]).values()) for index in steps)
         costs[name] = FusedCost(
             traffic_bytes=moved,
             fused_traffic_bytes=moved - timeline.traffic_of(internal),

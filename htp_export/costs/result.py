@@ -1,4 +1,4 @@
-"""What a model costs, by module and by node: the result of ``costing``."""
+"""Results of `cost` and `tree`: the cost of a model by module and by node."""
 
 from __future__ import annotations
 
@@ -20,23 +20,21 @@ _DRAWN = ("class_name", "nodes", "parameters", "weight_bytes", "flops", "other_f
 
 @dataclass(frozen=True)
 class NodeCost:
-    """One node, and all its runs together.
+    """One node, with all of its runs.
 
     Attributes:
         name: The node's name.
         op_type: Its operator.
         owners: The modules that it computes.
-        times: How often it runs: more than once in a loop, not at all in a branch of an ``If`` that
-            costs less.
-        counted: Whether its work is known. If not, its ``macs``, ``flops`` and ``other_flops`` are
-            0.
-        macs: Multiply-adds of matrix products and convolutions, all runs together, as what follows.
-        flops: Two for each of those.
+        times: Number of runs: several in a loop, 0 in the cheaper branch of an ``If``.
+        counted: Whether its work is known. If not, ``macs``, ``flops`` and ``other_flops`` are 0.
+        macs: Multiply-adds of matrix products and convolutions; as the following, of all runs.
+        flops: Two for each multiply-add.
         other_flops: Operations on single elements.
-        shapes: Shape of each output; None where it is not known.
-        activation_bytes: Size of what it makes.
-        traffic_bytes: What it reads and writes, weights too.
-        modules: The modules in whose regions it is.
+        shapes: Shape of each output; None if unknown.
+        activation_bytes: Size of its outputs.
+        traffic_bytes: Bytes that it reads and writes, weights included.
+        modules: The modules whose regions contain it.
     """
 
     name: str
@@ -55,25 +53,24 @@ class NodeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCost(ModuleFacts):
-    """One module with all below it, and for ``self_…`` the same of it alone: its facts, and what it costs.
+    """Facts and costs of a module with its descendants; ``self_…``: of its own nodes.
 
-    A node of several modules counts once in the total of each module above them. For ``self_…`` it
-    is divided between its owners, so that they add up to the whole.
+    A node of several modules counts once in the total of each of their ancestors. In ``self_…``, it
+    is divided between its owners, so that they add up to the total.
 
     Attributes:
         macs: Multiply-adds of matrix products and convolutions, in attention and recurrent layers
             too.
-        flops: Two for each multiply-add: what torch's ``FlopCounterMode`` counts.
+        flops: Two for each multiply-add, as torch's ``FlopCounterMode`` counts.
         other_flops: Operations on single elements: activations, normalisation, softmax, reductions,
             additions.
-        uncounted: Operator → nodes whose work is not known; it is in none of the numbers.
-        activation_bytes: Size of all that its nodes make.
-        traffic_bytes: What its nodes read and write, one after another: weights, inputs, outputs,
-            intermediates.
-        peak_bytes: The most activation memory that the whole model takes while one of its nodes
-            runs.
+        uncounted: Operator → nodes of unknown work, which no number includes.
+        activation_bytes: Size of the outputs of its nodes.
+        traffic_bytes: Bytes that its nodes read and write, one after another: weights, inputs,
+            outputs, intermediates.
+        peak_bytes: Peak of the whole model's activation memory while one of its nodes runs.
         fused_traffic_bytes: ``traffic_bytes`` if its intermediates stayed on chip.
-        fused_peak_bytes: The peak of the whole model if its intermediates stayed on chip.
+        fused_peak_bytes: Peak of the whole model if its intermediates stayed on chip.
     """
 
     macs: int = 0
@@ -93,25 +90,27 @@ class ModuleCost(ModuleFacts):
 
     @property
     def intensity(self) -> float:
-        """Arithmetic intensity: all operations for each byte that is moved."""
-        return (self.flops + self.other_flops) / self.traffic_bytes if self.traffic_bytes else 0.0
+        """Arithmetic intensity: operations for each byte of traffic; 0 without traffic."""
+        if not self.traffic_bytes:
+            return 0.0
+        return (self.flops + self.other_flops) / self.traffic_bytes
 
     @property
     def saved_traffic_bytes(self) -> int:
-        """How much less it would read and write if its intermediates stayed on chip."""
+        """Bytes of traffic that are saved if its intermediates stay on chip."""
         return self.traffic_bytes - self.fused_traffic_bytes
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Where activation memory is highest.
+    """The peak of activation memory.
 
     Attributes:
-        bytes: How much is live.
+        bytes: Live bytes at the peak.
         node: The node that runs then, the first if there are several; "" for a model without nodes.
-        modules: Its owners: the modules on top of the peak.
-        live: The tensors in memory, ``(tensor, bytes)``, the largest first; what subgraphs hold is
-            not listed.
+        modules: Its owners: the innermost modules at the peak.
+        live: The tensors in memory, ``(tensor, bytes)``, the largest first, without tensors inside
+            subgraphs.
     """
 
     bytes: int
@@ -131,13 +130,13 @@ class Cost(ModuleTable):
         uncounted: Operator → number of nodes without known work in the whole model: the operator
             has no formula, or a shape or the number of iterations of a loop is unknown.
         peak: The maximum of activation memory, and where it occurs.
-        shared: Name of each parameter that belongs to several modules → these modules.
-        dims: Name of an open dimension → the size that was used.
-        from_pytorch: Whether ``parameters`` are those of PyTorch; otherwise they are the weights in
-            the file.
-        limits: What these numbers leave out, a line each.
+        shared: Parameter of several modules → these modules.
+        dims: Open dimension → the size that was used.
+        from_pytorch: Whether ``parameters`` are PyTorch's parameters; otherwise they are the
+            weights in the file.
+        limits: Limits of these numbers, one line each.
         tags: The tags of the model: source, reasons, untagged nodes.
-        assumed: A line for each open dimension whose size was not given, with the size that was
+        assumed: A line for each open dimension without a size in the call, with the size that was
             used.
     """
 
@@ -164,49 +163,50 @@ class Cost(ModuleTable):
 
     @property
     def summary(self) -> str:
-        """The operations of the whole."""
+        """The operations of the whole model."""
         root = self.modules[""]
         products = f"{root.flops:,} FLOPs (2 for each multiply-add of matrix products)"
         return f"{products}, {root.other_flops:,} other operations"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else is to be known of the whole, in words, a line each."""
+        """Further facts about the whole model, one line each."""
         lines = []
         if self.peak.node:
-            on_top = ", ".join(path or "(root)" for path in self.peak.modules) or "no module"
+            owners = ", ".join(path or "(root)" for path in self.peak.modules) or "no module"
             lines.append(
-                f"{self.peak.bytes:,} bytes of activations at the peak, at {self.peak.node!r} of {on_top}"
+                f"{self.peak.bytes:,} bytes of activations at the peak, at {self.peak.node!r} of {owners}"
             )
         if self.uncounted:
             listed = ", ".join(f"{op} × {count}" for op, count in self.uncounted.items())  # noqa: RUF001 - "times"
             lines.append(f"not counted: {listed}")
         if self.shared:
-            listed = ", ".join(
-                f"{name} ({', '.join(paths)})" for name, paths in list(self.shared.items())[:3]
-            )
-            more = f" and {len(self.shared) - 3} more" if len(self.shared) > 3 else ""
-            how = "tied" if self.from_pytorch else "shared"
-            lines.append(
-                f"{how}, and counted once in modules that hold several of these: {listed}{more}"
-            )
+            lines.append(self._shared_note())
         if len(self.dims) > len(self.assumed):
-            lines.append(
-                "with " + ", ".join(f"{name} = {size}" for name, size in self.dims.items())
-            )
+            sizes = ", ".join(f"{name} = {size}" for name, size in self.dims.items())
+            lines.append(f"with {sizes}")
         return (*lines, *self.assumed, *self.limits)
+
+    def _shared_note(self) -> str:
+        """The first three shared parameters, so that the line stays short, and their number."""
+        listed = []
+        for name, paths in list(self.shared.items())[:3]:
+            listed.append(f"{name} ({', '.join(paths)})")
+        more = f" and {len(self.shared) - 3} more" if len(self.shared) > 3 else ""
+        how = "tied" if self.from_pytorch else "shared"
+        return f"{how}, and counted once in modules that hold several of these: {', '.join(listed)}{more}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleRow(ModuleFacts):
-    """One module of the tree: its facts, and what was measured.
+    """One module of the tree: facts and measurements.
 
     Attributes:
-        flops: Two for each multiply-add of matrix products and convolutions, where sizes are known.
-        time_ms: How long it takes, with all below it, where that was measured.
-        own_time_ms: Of that, its own nodes.
-        error: How far it is from PyTorch, or from another file, at most, where that was measured.
-        status: What is wrong with it; empty where nothing is, or it was not checked.
+        flops: Two for each multiply-add of matrix products and convolutions, if sizes are known.
+        time_ms: Measured time with all descendants; None if it was not measured.
+        own_time_ms: Measured time of its own nodes.
+        error: Largest measured difference from PyTorch, or from another file.
+        status: The problem of the module; empty if it has none, or was not checked.
     """
 
     flops: int | None = None
@@ -217,7 +217,7 @@ class ModuleRow(ModuleFacts):
 
     @property
     def own_nodes(self) -> int:
-        """Nodes that it computes itself, and no module below it."""
+        """Number of nodes that it computes itself, outside its descendants."""
         return self.self_nodes
 
 
@@ -229,9 +229,9 @@ class ModuleTree(ModuleTable):
     """The rows of a module tree, in the order of ``named_modules()``.
 
     Attributes:
-        rows: One for each module shown.
-        tags: What the model knows about its module tags.
-        notes: What to know about the rows.
+        rows: One for each module in the tree.
+        tags: Facts about the model's module tags.
+        notes: Notes about the rows.
     """
 
     columns = TREE_COLUMNS
@@ -242,10 +242,9 @@ class ModuleTree(ModuleTable):
     notes: tuple[str, ...] = ()
 
     def module_data(self, row: ModuleRow) -> dict[str, Any]:
-        """What is known of a module."""
-        return {
-            name: value for name, value in super().module_data(row).items() if value is not None
-        }
+        """The known values of a module."""
+        entries = super().module_data(row)
+        return {name: value for name, value in entries.items() if value is not None}
 
     @property
     def drawn(self) -> Sequence[Column[ModuleRow]]:
@@ -259,9 +258,11 @@ class ModuleTree(ModuleTable):
 
     @property
     def summary(self) -> str:
-        """How much the whole is, where its row is among them."""
+        """The number of modules, and the size of the whole model if its row is in the tree."""
         root = self.by_module.get("")
-        size = f", {root.nodes:,} nodes, {root.parameters:,} parameters" if root is not None else ""
+        size = ""
+        if root is not None:
+            size = f", {root.nodes:,} nodes, {root.parameters:,} parameters"
         return f"{len(self.rows):,} modules{size}"
 
 
@@ -274,14 +275,14 @@ def tree_rows(
     cost: Cost | None = None,
     measured: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ModuleTree:
-    """The ``visible`` modules of a model, with FLOPs of its ``cost``; ``measured``: path → field of a row → value."""
+    """The ``visible`` modules of a model, with FLOPs of its ``cost`` and measurements.
+
+    ``measured`` maps paths to fields of `ModuleRow` and their values.
+    """
     contents = contents_of(tagged).modules
-    rows = tuple(
-        ModuleRow(
-            **vars(contents[path].facts),
-            flops=None if cost is None else cost.modules[path].flops,
-            **(measured or {}).get(path, {}),
-        )
-        for path in visible(tagged, depth, select)
-    )
-    return ModuleTree(rows, tagged.tag_facts, cost.assumed if cost is not None else ())
+    rows = []
+    for path in visible(tagged, depth, select):
+        flops = None if cost is None else cost.modules[path].flops
+        further = (measured or {}).get(path, {})
+        rows.append(ModuleRow(**vars(contents[path].facts), flops=flops, **further))
+    return ModuleTree(tuple(rows), tagged.tag_facts, () if cost is None else cost.assumed)

@@ -1,7 +1,7 @@
-"""How much one node computes, by a formula for its operator; ``docs/cost.md`` lists them.
+"""Work of one node, by a formula for its operator; ``docs/cost.md`` lists the formulas.
 
-``FLOPs`` are two for each multiply-add, as torch's ``FlopCounterMode`` counts them. Everything else
-is counted apart.
+FLOPs are two for each multiply-add, as torch's ``FlopCounterMode`` counts. All other operations are
+counted separately.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FOLDER = "htp_export.costs.formulas"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How much is computed.
+    """The operations of a node.
 
     Attributes:
-        macs: Multiply-adds of matrix products and convolutions, those inside attention and
-            recurrent layers included.
+        macs: Multiply-adds of matrix products and convolutions, also inside attention and recurrent
+            layers.
         other: All other arithmetic, comparisons and logic, in operations on one element; ``exp``,
             ``tanh`` and ``erf`` are one operation each.
     """
@@ -39,22 +39,25 @@ class Work:
 NOTHING = Work()
 
 _TOO_MUCH = 1 << 256
-"""Operations that no node has, which attributes of a file may ask for; sums of fewer can be printed."""
+"""More operations than any real node has.
+
+Attributes in a file may ask for a number that is too long to print.
+"""
 
 Formula: TypeAlias = Callable[[RunStep], Work]
-"""What a node computes. It raises ``UnknownShapeError`` where it needs a shape that is not known."""
+"""Returns the work of one run of a node; raises ``UnknownShapeError`` for unknown shapes."""
 
 Formulas: TypeAlias = Mapping[tuple[str, str], Formula]
 """``(domain, operator)`` → formula; ONNX's own domain is ``""``."""
 
 
 def per_output(count: int) -> Formula:
-    """So many operations for each element of the output."""
+    """The formula of a constant number of operations for each element of the output."""
     return lambda step: Work(0, count * math.prod(step.output_shape()))
 
 
 def per_input(count: int) -> Formula:
-    """So many operations for each element of the first input."""
+    """The formula of a constant number of operations for each element of the first input."""
     return lambda step: Work(0, count * math.prod(step.shape(0)))
 
 
@@ -64,7 +67,7 @@ def nothing(_step: RunStep) -> Work:
 
 
 def names(text: str) -> list[str]:
-    """The operators of a text, with spaces between them."""
+    """The operators of a text, separated by spaces."""
     return text.split()
 
 
@@ -77,31 +80,35 @@ def _own_formulas() -> Formulas:
 
 
 def all_formulas(further: Formulas | None = None) -> Formulas:
-    """``(domain, operator)`` → formula, of every file of ``costs/formulas``, and ``further`` ones that go before those.
+    """``(domain, operator)`` → formula, of ``costs/formulas`` and ``further`` ones.
 
-    The domain of ONNX's own operators is ``""``, in ``further`` also ``ai.onnx``. What is none is
-    an `InputError`.
+    The domain of ONNX's own operators is ``""``; ``further`` may use ``ai.onnx``, too.
+
+    Raises:
+        InputError: A key or formula of ``further`` has the wrong type.
     """
     known = dict(_own_formulas())
     for key, formula in (further or {}).items():
-        if not (
-            isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key)
-        ):
+        is_pair = isinstance(key, tuple) and len(key) == 2
+        if not is_pair or not all(isinstance(part, str) for part in key):
             raise InputError(
                 f"formulas: {key!r} is no pair of domain and operator, such as ('my.domain', 'Op')"
             )
         if not callable(formula):
-            raise InputError(f"formulas: that of {key!r} is no function, but {formula!r}")
+            raise InputError(f"formulas: the formula of {key!r} is not a function, but {formula!r}")
         domain, op_type = key
         known["" if domain == "ai.onnx" else domain, op_type] = formula
     return known
 
 
 def work_of(step: RunStep, formulas: Formulas | None = None) -> Work | None:
-    """What one run of a node computes, without its subgraphs; an `InputError` if a formula gives no `Work`.
+    """The work of one run of a node, without its subgraphs; None if it is unknown.
 
-    None where there is no formula for its operator, or one that needs a shape that is not known.
-    ``formulas`` are what `all_formulas` gives; those of the package without.
+    It is unknown if its operator has no formula, or the formula needs an unknown shape.
+    ``formulas`` is a result of `all_formulas`; the default contains the package's formulas.
+
+    Raises:
+        InputError: A formula does not return `Work`.
     """
     if step.op[0] == "" and step.op[1] in CONTROL_FLOW:
         return NOTHING if step.trips_known else None
@@ -111,10 +118,12 @@ def work_of(step: RunStep, formulas: Formulas | None = None) -> Work | None:
     try:
         work = formula(step)
     except (UnknownShapeError, IndexError, ValueError, ZeroDivisionError, OverflowError):
-        # the last: no valid node
+        # All but the first error: the node is not valid.
         return None
     if not isinstance(work, Work):
         raise InputError(
-            f"formulas: that of {step.op!r} gives {work!r}; give htp_export.Work(macs=..., other=...)"
+            f"formulas: the formula of {step.op!r} returned {work!r}; return htp_export.Work(macs=..., other=...)"
         )
-    return work if max(abs(work.macs), abs(work.other)) < _TOO_MUCH else None
+    if max(abs(work.macs), abs(work.other)) >= _TOO_MUCH:
+        return None
+    return work

@@ -1,1 +1,1 @@
-"""Plans: ordered rules that give values to modules, and through them to nodes; one meaning for all capabilities."""
+"""Plans: ordered rules that assign values to modules and nodes, with one meaning everywhere."""

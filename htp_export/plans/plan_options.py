@@ -1,4 +1,4 @@
-"""Plans and metrics as they are typed: rules, files of rules, names of presets, factories."""
+"""Command line options for plans and metrics: rules, plan files, presets, factories."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ PlanArgument: TypeAlias = Annotated[
     ),
 ]
 _WITH_FIELDS = re.compile(r"(.+?)=([\w-]+(?::\w+=[^:=]+)+)")
+"""A selector, and a value with fields: ``lm_head=int4:accuracy_level=0``."""
 _PLANS = (".yaml", ".yml", ".json")
 
 
 def rule_option(value: str, examples: str) -> Any:
-    """The option ``--rule``, whose values are such."""
+    """The option ``--rule`` with values of one kind, such as ``PRECISION``."""
     return typer.Option(
         metavar=f"SELECTOR={value}",
         help=f"After the rules of the plan: {examples}; may be repeated.",
@@ -47,24 +48,13 @@ def read_rules(
     *,
     named: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The rules of a file, or a value of ``named`` for the whole model, and then those that are typed."""
-    from htp_export.plans.rules import read_plan
-
+    """Read rules from a plan file, or a preset of ``named``, followed by rules of options."""
     rules: dict[str, Any] = {}
     if plan is not None:
-        is_named = str(plan).partition(":")[0] in named
-        if not (is_named or Path(plan).suffix.lower() in _PLANS or Path(plan).exists()):
-            known = (
-                f" and no precision {plan!r}; there are {', '.join(named)}"
-                if named
-                else f" {str(plan)!r}"
-            )
-            raise InputError(f"no file{known}; a rule is an option: --rule SELECTOR={value}")
-        given: Any = str(plan) if is_named else read_plan(Path(plan))
-        rules.update({".": given} if is_named or (named and "precision" in given) else given)
-    for selector, given in typed_pairs(typed or (), "--rule", f"SELECTOR={value}").items():
-        rules.pop(selector, None)  # it holds at its new place
-        rules[selector] = given
+        rules.update(_plan_rules(plan, value, named))
+    for selector, typed_value in typed_pairs(typed or (), "--rule", f"SELECTOR={value}").items():
+        rules.pop(selector, None)  # a repeated rule moves to the end, where it takes precedence
+        rules[selector] = typed_value
     if not rules:
         precisions = f", a precision ({', '.join(named)})" if named else ""
         raise InputError(
@@ -73,8 +63,25 @@ def read_rules(
     return rules
 
 
+def _plan_rules(plan: str | Path, value: str, named: Iterable[str]) -> dict[str, Any]:
+    """The rules of a plan file or a preset."""
+    from htp_export.plans.rules import read_plan
+
+    if str(plan).partition(":")[0] in named:
+        return {".": str(plan)}
+    if Path(plan).suffix.lower() not in _PLANS and not Path(plan).exists():
+        unknown = f" {str(plan)!r}"
+        if named:
+            unknown = f" and no precision {plan!r}; there are {', '.join(named)}"
+        raise InputError(f"no file{unknown}; a rule is an option: --rule SELECTOR={value}")
+    rules = read_plan(Path(plan))
+    # A file with the settings of one precision holds for the whole model.
+    is_precision = bool(named) and "precision" in rules
+    return {".": rules} if is_precision else rules
+
+
 def typed_pairs(texts: Iterable[str], option: str, form: str) -> dict[str, str]:
-    """Pairs as they are typed, ``NAME=VALUE``; of equal names, the last one holds, at its place.
+    """Parse ``NAME=VALUE`` pairs; a repeated name has its last value, at the last position.
 
     Examples:
         >>> typed_pairs(["lm_head=int4:accuracy_level=0"], "--rule", "SELECTOR=VALUE")
@@ -91,29 +98,33 @@ def typed_pairs(texts: Iterable[str], option: str, form: str) -> dict[str, str]:
 
 
 def _divided(text: str) -> tuple[str, str, str]:
-    """A pair at its last ``=`` before a value, whose fields have one each; a selector may hold some, too."""
+    """Split a pair at the last ``=`` before its value.
+
+    A selector may contain ``=``, and each field of a value has one.
+    """
     with_fields = _WITH_FIELDS.fullmatch(text)
-    return text.rpartition("=") if with_fields is None else (with_fields[1], "=", with_fields[2])
+    if with_fields is None:
+        return text.rpartition("=")
+    return (with_fields[1], "=", with_fields[2])
 
 
 @contextlib.contextmanager
 def rules_as_typed(plan: object, typed: Sequence[str] | None) -> Iterator[None]:
-    """Raise errors of rules again with the option or the file in which the rule is, inside a ``with`` block."""
+    """In a ``with`` block: add the option or plan file to errors of rules."""
     try:
         yield
     except RuleError as error:
-        rules = (
-            text for text in reversed(typed or ()) if _divided(text)[0].strip() == error.selector
-        )
-        place = next((f"--rule {text}" for text in rules), None)
-        if place is None:
-            is_file = Path(str(plan)).suffix.lower() in _PLANS
-            place = f"{plan}: rule {error.selector!r}" if is_file else str(plan)
+        place = str(plan)
+        if Path(place).suffix.lower() in _PLANS:
+            place = f"{plan}: rule {error.selector!r}"
+        for text in typed or ():  # the last rule of a selector takes precedence
+            if _divided(text)[0].strip() == error.selector:
+                place = f"--rule {text}"
         raise InputError(f"{place}: {error.problem}") from error
 
 
 def read_metric(entry: str | None) -> Any:
-    """The metric that a factory returns; None without one."""
+    """Call a metric factory; None without one."""
     if entry is None:
         return None
     metric = call_factory(entry)

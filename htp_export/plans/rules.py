@@ -1,8 +1,9 @@
-"""Plans: ordered rules that give values to modules, and through them to nodes (docs/quantize.md, "Plans").
+"""Plans: ordered rules that assign values to modules and nodes (docs/quantize.md, "Plans").
 
-A rule holds for the regions of the modules that its selector names, without those that it excludes,
-call by call. Nodes without owners are the root's. What has no value because its modules have
-different ones is *disputed*: what becomes of it, each capability decides, and says.
+A rule holds for the regions of the modules that its selector names, except the excluded ones; it
+holds for calls of modules separately. Nodes without owners belong to the root. A node whose modules
+have different values is *disputed* and gets none; each capability decides about such nodes and
+reports its decision.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _ROOT = Part(Instance(""), frozenset(), frozenset([""]))
 
 
 def parts_of(tagged: TaggedModel, node: ir.Node) -> tuple[Part, ...]:
-    """The parts of a node's work, in the order of execution; a node without owners is the root's."""
+    """The parts of a node's work, in execution order; a node without owners belongs to the root."""
     return tagged.index.works[node].parts or (_ROOT,)
 
 
 class Deciders:
-    """Which of several modules have a say in what becomes of a node.
+    """Decides which of a node's modules determine its value.
 
     Args:
         tagged: The model.
@@ -47,27 +48,30 @@ class Deciders:
         self._tagged = tagged
 
     def of(self, node: ir.Node) -> tuple[Part, ...]:
-        """The parts of a node's work whose modules decide; of modules merged into it, that which keeps a weight."""
-        parts = parts_of(self._tagged, node)
-        return (
-            self._keepers(node, parts)[:1]
-            if len(parts) > 1 and all(map(self._is_fused, parts))
-            else parts
-        )
+        """The parts of a node's work that decide.
 
-    def with_a_say(
-        self, node: ir.Node, said: Mapping[Part, int | None]
+        Of modules that are merged into one node, only the first that keeps the weight decides.
+        """
+        parts = parts_of(self._tagged, node)
+        if len(parts) > 1 and all(map(self._is_fused, parts)):
+            return self._keepers(node, parts)[:1]
+        return parts
+
+    def candidates(
+        self, node: ir.Node, rules: Mapping[Part, int | None]
     ) -> Iterator[Sequence[Part]]:
-        """The parts that have to agree on a node; then, if they do not, fewer."""
-        yield tuple(said)
-        if len(said) > 1:
-            yield [
-                part
-                for part, number in said.items()
-                if number is not None or not self._is_fused(part)
-            ]
-            if all(map(self._is_fused, said)):
-                yield self._keepers(node, tuple(said))
+        """Yield sets of parts of which one has to agree on a node's rule, in order of preference.
+
+        First all parts; then parts with a rule, and unfused ones; then owners of the weight.
+        """
+        yield tuple(rules)
+        if len(rules) < 2:
+            return
+        yield [
+            part for part, number in rules.items() if number is not None or not self._is_fused(part)
+        ]
+        if all(map(self._is_fused, rules)):
+            yield self._keepers(node, tuple(rules))
 
     def _is_fused(self, part: Part) -> bool:
         return self._tagged.hierarchy[part.call.path].fate.is_merged
@@ -81,30 +85,29 @@ class Deciders:
         return ParameterPlaces(self._tagged, self._sources)
 
     def _keepers(self, node: ir.Node, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        """The parts whose modules hold the largest weight that a node reads; all if there is none, or none is known."""
-        read = [
+        """The parts whose modules own the node's largest weight; all if its owner is unknown."""
+        weights = [
             source.tensor
             for _, source in self._sources.read_by(node)
             if is_weight(source.tensor, node)
         ]
-        places = self._places.places.get(max(read, key=elements_of), ()) if read else ()
-        owners = [part.call.path for part in parts]
-        held = [
-            (place, self._places.declared[self._places.name_in(place.parameter, owners)])
-            for place in places
-        ]
-        most = max((math.prod(each.shape) for _, each in held), default=0)
-        whole = {
-            each.module
-            for place, each in held
-            if "merged" not in place.how or math.prod(each.shape) == most
+        if not weights:
+            return parts
+        paths = [part.call.path for part in parts]
+        declared, merged = [], []
+        for place in self._places.places.get(max(weights, key=elements_of), ()):
+            parameter = self._places.declared[self._places.name_in(place.parameter, paths)]
+            declared.append(parameter)
+            merged.append("merged" in place.how)
+        largest = max((math.prod(parameter.shape) for parameter in declared), default=0)
+        # Of parameters that were merged into the weight, smaller ones are biases or scales.
+        owners = {
+            parameter.module
+            for parameter, is_merged in zip(declared, merged, strict=True)
+            if not is_merged or math.prod(parameter.shape) == largest
         }
-        return (
-            tuple(
-                part for part in parts if any(tags.is_under(path, part.call.path) for path in whole)
-            )
-            or parts
-        )
+        keepers = [part for part in parts if _contains_any(part.call.path, owners)]
+        return tuple(keepers) or parts
 
 
 V = TypeVar("V")
@@ -115,14 +118,13 @@ class Assigned(Generic[V]):
     """The values that rules give to the modules and nodes of a model.
 
     Attributes:
-        modules: Module path → its value, for the modules that have one in all of their calls, in
-            the model's order.
-        nodes: Node → its value, for the nodes that have one, in the order of the model.
-        named: Selector → the modules for which its rule holds, in a call of them at least.
-        disputed: Node of several modules whose values differ → module path → value, for those that
-            have one.
-        reached: Selector → the nodes in the regions of its rule.
-        deciding: Selector → those of them for a module of which no other rule holds.
+        modules: Module path → value, in the model's order, for modules with the same value in all
+            of their calls.
+        nodes: Node → value, in the model's order, for nodes that have one.
+        named: Selector → modules for which its rule holds in at least one call.
+        disputed: Node whose modules have different values → module path → value.
+        reached: Selector → nodes in the regions of its rule.
+        deciding: Selector → the subset of these nodes where no later rule replaces it.
     """
 
     modules: Mapping[str, V]
@@ -134,7 +136,7 @@ class Assigned(Generic[V]):
 
 
 def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
-    """Give values to modules and nodes by rules; of several, the last one holds.
+    """Assign values to modules and nodes by rules; the last rule that holds determines the value.
 
     Args:
         tagged: The model.
@@ -158,8 +160,9 @@ def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
             "the plan has no rules; give selectors and values, as in {'encoder.layer.*': 'int8'}"
         )
     tagged.require_tags()
-    found, values = _Rules(tagged, list(rules)), list(rules.values())
-    named, modules = _of_modules(tagged, found, values)
+    index = _Rules(tagged, list(rules))
+    values = list(rules.values())
+    named, modules = _of_modules(tagged, index, values)
     nodes: dict[ir.Node, V] = {}
     disputed: dict[ir.Node, Mapping[str, V]] = {}
     reached: list[list[ir.Node]] = [[] for _ in values]
@@ -167,71 +170,76 @@ def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
     deciders = Deciders(tagged)
     for node in tagged.nodes:
         parts = parts_of(tagged, node)
-        for number in {number for part in parts for number in found.holding(part)}:
+        for number in set[int]().union(*map(index.holding, parts)):
             reached[number].append(node)
-        said = {part: found.deciding(part) for part in parts}
-        known = [number for number in said.values() if number is not None]
-        for number in set(known):
+        rule_of = {part: index.deciding(part) for part in parts}
+        chosen = {part: number for part, number in rule_of.items() if number is not None}
+        if not chosen:
+            continue
+        for number in set(chosen.values()):
             deciding[number].append(node)
-        listed = deciders.with_a_say(node, said) if known else ()
-        common = next(
-            (
-                n
-                for each in listed
-                if (n := _common([said[part] for part in each], values)) is not None
-            ),
-            None,
-        )
-        if common is not None:
-            nodes[node] = values[common]
-        elif known:
-            disputed[node] = {
-                part.call.path: values[n] for part, n in said.items() if n is not None
-            }
-    of_rules = [dict(zip(rules, each, strict=True)) for each in (reached, deciding)]
-    return Assigned(modules, nodes, dict(zip(rules, named, strict=True)), disputed, *of_rules)
+        agreed = None
+        for candidates in deciders.candidates(node, rule_of):
+            agreed = _common([rule_of[part] for part in candidates], values)
+            if agreed is not None:
+                break
+        if agreed is not None:
+            nodes[node] = values[agreed]
+        else:
+            disputed[node] = {part.call.path: values[number] for part, number in chosen.items()}
+    return Assigned(
+        modules=modules,
+        nodes=nodes,
+        named=dict(zip(rules, named, strict=True)),
+        disputed=disputed,
+        reached=dict(zip(rules, reached, strict=True)),
+        deciding=dict(zip(rules, deciding, strict=True)),
+    )
 
 
 def _of_modules(
-    tagged: TaggedModel, found: _Rules, values: Sequence[V]
+    tagged: TaggedModel, index: _Rules, values: Sequence[V]
 ) -> tuple[list[tuple[str, ...]], dict[str, V]]:
-    """For each rule, the modules for which it holds; module path → its value."""
+    """For each rule, the modules for which it holds; and module path → value."""
     named: list[list[str]] = [[] for _ in values]
     modules: dict[str, V] = {}
     for path in tagged:
         calls = list(_calls_of(tagged, path))
-        for number in {number for part in calls for number in found.holding(part)}:
+        for number in set[int]().union(*map(index.holding, calls)):
             named[number].append(path)
-        common = _common([found.deciding(part) for part in calls], values)
+        common = _common([index.deciding(part) for part in calls], values)
         if common is not None:
             modules[path] = values[common]
     return [tuple(paths) for paths in named], modules
 
 
 def _common(numbers: Sequence[int | None], values: Sequence[V]) -> int | None:
-    """One of several rules, if all have the same value; None if there are others, or none."""
+    """The first of several rules if all have the same value; None if they differ."""
     first = numbers[0] if numbers else None
-    if first is None or any(
-        n is None or (n != first and values[n] != values[first]) for n in numbers
-    ):
+    if first is None:
         return None
+    for number in numbers:
+        if number is None or (number != first and values[number] != values[first]):
+            return None
     return first
 
 
 def modules_within(tagged: TaggedModel, selector: str | Sequence[str]) -> list[str]:
-    """The modules that a selector names, with all modules below them and those that they call, in a call at least.
+    """The modules that a selector names, their descendants, and the modules that they call.
+
+    A module is included if this is true for at least one of its calls.
 
     Raises:
         SelectorError: If it cannot be read or matches no module.
         UntaggedModelError: If the model has no tags.
     """
     tagged.require_tags()
-    found = _Rules(tagged, [selector])
-    return [path for path in tagged if any(found.holding(part) for part in _calls_of(tagged, path))]
+    index = _Rules(tagged, [selector])
+    return [path for path in tagged if any(map(index.holding, _calls_of(tagged, path)))]
 
 
 def _calls_of(tagged: TaggedModel, path: str) -> Iterator[Part]:
-    """The calls of a module; one that never ran is where its path is."""
+    """The calls of a module; for a module that never ran, one in the region of its path."""
     calls = tagged.hierarchy[path].calls
     for number in range(calls):
         yield from tagged.calls.of_calls((path,), [Instance(path, number)]).parts
@@ -240,7 +248,7 @@ def _calls_of(tagged: TaggedModel, path: str) -> Iterator[Part]:
 
 
 class _Rules:
-    """Which rules hold for which calls of modules; rules are numbers."""
+    """Index of rules, by their numbers: which of them hold for which call of a module."""
 
     def __init__(self, tagged: TaggedModel, selectors: Sequence[str | Sequence[str]]) -> None:
         self._calls = tagged.calls
@@ -250,71 +258,90 @@ class _Rules:
         classes = tagged.hierarchy.classes
         for number, selector in enumerate(selectors):
             chosen, excluded = chosen_and_excluded(selector, classes)
-            for rules, paths in ((self._naming, chosen), (self._excluding, excluded)):
-                for path in paths:
-                    rules[path].add(number)
+            for path in chosen:
+                self._naming[path].add(number)
+            for path in excluded:
+                self._excluding[path].add(number)
 
     def holding(self, part: Part) -> frozenset[int]:
-        """The rules in whose regions a call is."""
+        """The rules that hold for a call: their regions contain it."""
         return self._of(part)[0]
 
     def deciding(self, part: Part) -> int | None:
-        """Of these, the one that says what the call gets."""
+        """The rule that holds and determines the value of a call."""
         return self._of(part)[1]
 
     def _of(self, part: Part) -> tuple[frozenset[int], int | None]:
         if part.call not in self._known:
             modules = part.modules | {""}
-            holding = self._among(self._naming, modules) - self._among(self._excluding, modules)
-            self._known[part.call] = (frozenset(holding), self._last(part, sorted(holding)))
+            naming = self._among(self._naming, modules)
+            excluding = self._among(self._excluding, modules)
+            holding = naming - excluding
+            deciding = self._last(part, sorted(holding))
+            self._known[part.call] = (frozenset(holding), deciding)
         return self._known[part.call]
 
     def _among(self, rules: Mapping[str, set[int]], modules: Iterable[str]) -> set[int]:
         return set().union(*(rules[path] for path in modules if path in rules))
 
     def _last(self, part: Part, holding: Sequence[int]) -> int | None:
-        """The last rule, but for those that name callers alone of what a rule before them names."""
+        """The last rule that holds, unless an earlier one takes precedence."""
         steps = self._steps(part) if len(holding) > 1 else []
-        found = holding[0] if holding else None
+        deciding = holding[0] if holding else None
         for number in holding[1:]:
-            if found is None or not self._stands(found, number, steps):
-                found = number
-        return found
+            if deciding is None or not self._takes_precedence(deciding, number, steps):
+                deciding = number
+        return deciding
 
     def _steps(self, part: Part) -> list[frozenset[str]]:
-        """The modules of a call, from the innermost on, parted where a caller is not above what it called."""
-        chain = self._calls.chain(part.call)
-        foreign = [
-            caller for call, caller in pairwise(chain) if not tags.is_under(call.path, caller.path)
-        ]
-        regions = [frozenset({"", *part.modules})]
-        regions += [
-            frozenset({"", *self._calls.of_calls((), [caller]).parts[0].modules})
-            for caller in foreign
-        ]
-        return [
-            inner - outer
-            for inner, outer in zip(regions, [*regions[1:], frozenset[str]()], strict=True)
-        ]
+        """The modules around a call, innermost first, in groups.
 
-    def _stands(self, first: int, later: int, steps: Sequence[frozenset[str]]) -> bool:
-        """Whether a rule holds against a later one: it names what was called by a module that the later one names."""
+        A new group begins where a caller is not an ancestor of the called module.
+        """
+        chain = self._calls.chain(part.call)
+        regions = [frozenset({"", *part.modules})]
+        for call, caller in pairwise(chain):
+            if not tags.is_under(call.path, caller.path):
+                around = self._calls.of_calls((), [caller]).parts[0].modules
+                regions.append(frozenset({"", *around}))
+        outer_regions = [*regions[1:], frozenset[str]()]
+        return [inner - outer for inner, outer in zip(regions, outer_regions, strict=True)]
+
+    def _takes_precedence(self, first: int, later: int, steps: Sequence[frozenset[str]]) -> bool:
+        """Whether a rule overrides a later one.
+
+        It does if it names a module that was called by a module of the later rule.
+        """
 
         def named(rule: int, modules: Iterable[str]) -> list[str]:
             return [path for path in modules if rule in self._naming.get(path, ())]
 
-        at = next((place for place, modules in enumerate(steps) if named(later, modules)), 0)
-        inside, around = frozenset[str]().union(*steps[:at]), frozenset[str]().union(*steps[at:])
-        others = named(later, around)
-        mine = [] if named(first, around) else named(first, inside)
-        return any(not any(tags.is_under(path, other) for other in others) for path in mine)
+        depth = 0
+        for index, modules in enumerate(steps):
+            if named(later, modules):
+                depth = index
+                break
+        inside = frozenset[str]().union(*steps[:depth])
+        around = frozenset[str]().union(*steps[depth:])
+        if named(first, around):
+            return False
+        callers = named(later, around)
+        return not all(_is_under_any(path, callers) for path in named(first, inside))
+
+
+def _is_under_any(path: str, ancestors: Iterable[str]) -> bool:
+    return any(tags.is_under(path, ancestor) for ancestor in ancestors)
+
+
+def _contains_any(path: str, descendants: Iterable[str]) -> bool:
+    return any(tags.is_under(descendant, path) for descendant in descendants)
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the rules of a plan from a YAML or JSON file: a mapping from selectors to values, in order.
+    """Read a plan's rules from a YAML or JSON file: an ordered mapping from selector to value.
 
     Args:
-        path: The file; ``.json`` for JSON, anything else is YAML.
+        path: The file; ``.json`` for JSON, any other file is YAML.
 
     Raises:
         FileError: If it cannot be read, is no mapping, or names a selector twice.

@@ -1,1 +1,1 @@
-"""Results and their tables: the base of results, columns, tables by module, and layout for terminals and notebooks."""
+"""Results and their tables: base of results, columns, tables by module, terminals and notebooks."""

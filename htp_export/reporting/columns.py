@@ -1,4 +1,4 @@
-"""Columns of tables: one list for each kind of result, from which text, terminal, CSV, JSON and pandas take theirs."""
+"""Columns of tables: one list for each result, for text, terminal, CSV, JSON and pandas."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from htp_export.errors import InputError
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+"""SI prefixes of powers of 1000."""
 
 R = TypeVar("R")
 
@@ -22,18 +23,16 @@ class Column(Generic[R]):
     """A column of a table.
 
     Attributes:
-        name: Its name as data: the key in JSON, the head in CSV and in data frames, and what is
-            typed for it.
-        title: What stands above it. It may be typed in place of the name, with underscores for
-            spaces.
-        value: What it holds for a row, as data; None for nothing. The attribute of its name where
-            none is given.
+        name: The key in JSON, the header in CSV and in data frames, and the name in options.
+        title: The heading in drawn tables. Options accept it, too, with underscores for spaces.
+        value: Returns the value for a row, as data; None for an empty cell. The default is the
+            attribute ``name``.
         unit: ``B`` for bytes, ``ms``, ``FLOP``, ``%`` for a share of 1; empty for other numbers and
             for words.
-        text: How a value is drawn, where its unit does not say it.
-        style: The style of its cells, or what gives the style of a row's.
-        right: Whether it is justified to the right.
-        keep: In a terminal that is too narrow, columns with smaller numbers go first.
+        text: Formats a value, if its unit does not determine the format.
+        style: The style of its cells, or a function that returns the style for a row.
+        right: Whether it is right-aligned.
+        keep: Priority in a narrow terminal: columns with smaller numbers are dropped first.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -52,23 +51,29 @@ class Column(Generic[R]):
 
     @property
     def heading(self) -> str:
-        """The title, with the unit where cells do not show it."""
+        """The title, with the unit if the cells do not show it."""
         return f"{self.title} ms" if self.unit == "ms" else self.title
 
     def data(self, row: R) -> Any:
-        """What it holds for a row."""
-        return attrgetter(self.name)(row) if self.value is None else self.value(row)
+        """The value for a row, as data."""
+        if self.value is None:
+            return attrgetter(self.name)(row)
+        return self.value(row)
 
     def cell(self, row: R) -> str:
-        """What is drawn."""
+        """The value for a row, as text."""
         value = self.data(row)
         if value is None:
             return ""
-        return _drawn(value, self.unit) if self.text is None else self.text(value)
+        if self.text is None:
+            return _drawn(value, self.unit)
+        return self.text(value)
 
     def style_of(self, row: R) -> str:
-        """The style of a row's cell."""
-        return self.style if isinstance(self.style, str) else self.style(row)
+        """The style of the cell of a row."""
+        if isinstance(self.style, str):
+            return self.style
+        return self.style(row)
 
 
 def _drawn(value: Any, unit: str) -> str:
@@ -84,7 +89,7 @@ def _drawn(value: Any, unit: str) -> str:
 MODULE: Column[Any] = Column(
     "module", "module", attrgetter("path"), text=lambda path: path or "(root)", right=False
 )
-"""The module of a row, which stands first."""
+"""The module of a row: the first column."""
 
 
 CLASS_NAME: Column[Any] = Column(
@@ -95,7 +100,7 @@ CLASS_NAME: Column[Any] = Column(
     right=False,
     keep=1,
 )
-"""The class of a row's module: whole as data, drawn without its module."""
+"""The class of the row's module: with its Python module as data, without it in drawn tables."""
 
 
 def names_of(columns: Iterable[Column[R]]) -> list[str]:
@@ -104,16 +109,18 @@ def names_of(columns: Iterable[Column[R]]) -> list[str]:
 
 
 def chosen(columns: Sequence[Column[R]], names: Iterable[str]) -> list[Column[R]]:
-    """The columns of these names or titles, ``own_time`` for "own time", in this order; an InputError for others.
+    """The columns with these names or titles, in this order (``own_time`` for "own time").
+
+    Raises:
+        InputError: There is no such column.
 
     Examples:
         >>> columns = [Column("class_name", "class"), Column("nodes", "nodes")]
         >>> names_of(chosen(columns, ["nodes", "class"]))
         ['nodes', 'class_name']
     """
-    known = {column.title.replace(" ", "_"): column for column in columns} | {
-        column.name: column for column in columns
-    }
+    known = {column.title.replace(" ", "_"): column for column in columns}
+    known.update({column.name: column for column in columns})
     for name in names:
         if name not in known:
             raise InputError(
@@ -123,7 +130,7 @@ def chosen(columns: Sequence[Column[R]], names: Iterable[str]) -> list[Column[R]
 
 
 def sorted_by(rows: Iterable[R], columns: Sequence[Column[R]], name: str | None) -> list[R]:
-    """Rows in the order of a column: numbers from the largest, NaN first, words by alphabet, nothing last."""
+    """Sort rows: numbers descending, NaN first; words alphabetically; empty cells last."""
     if name is None:
         return list(rows)
     [column] = chosen(columns, [name])
@@ -132,18 +139,20 @@ def sorted_by(rows: Iterable[R], columns: Sequence[Column[R]], name: str | None)
         value = column.data(row)
         if isinstance(value, int | float):
             return (False, -math.inf if math.isnan(value) else -value, "")
-        return (value is None, 0.0, "" if value is None else str(value))
+        if value is None:
+            return (True, 0.0, "")
+        return (False, 0.0, str(value))
 
     return sorted(rows, key=order)
 
 
 def record(columns: Iterable[Column[R]], row: R) -> dict[str, Any]:
-    """A row as data: name of a column → value."""
+    """A row as data: column name → value."""
     return {column.name: column.data(row) for column in columns}
 
 
 def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:
-    """A table as lines of text, the heads first.
+    """A table as lines of text, beginning with the headings.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -153,22 +162,21 @@ def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:
         (root)  1,200
         fc          3
     """
-    cells = [
-        [column.heading for column in columns],
-        *([column.cell(row) for column in columns] for row in rows),
-    ]
+    cells = [[column.heading for column in columns]]
+    cells += ([column.cell(row) for column in columns] for row in rows)
     widths = [max(map(len, texts)) for texts in zip(*cells, strict=True)]
-    return [
-        "  ".join(
+    lines = []
+    for texts in cells:
+        aligned = [
             text.rjust(width) if column.right else text.ljust(width)
-            for column, text, width in zip(columns, line, widths, strict=True)
-        ).rstrip()
-        for line in cells
-    ]
+            for column, text, width in zip(columns, texts, widths, strict=True)
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    return lines
 
 
 def csv_text(columns: Sequence[Column[R]], rows: Iterable[R]) -> str:
-    """A table as CSV: every row, whole paths, plain numbers."""
+    """A table as CSV: all rows, with whole paths and plain numbers."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(names_of(columns))
@@ -185,19 +193,25 @@ def si(number: float, unit: str = "") -> str:
         >>> si(2_728_525_824), si(512), si(443_392, "B"), si(0)
         ('2.729 G', '512', '443.4 kB', '0')
     """
-    size, power = float(number), 0
-    while abs(size) >= 999.95 and power < len(_PREFIXES) - 1:  # what would be drawn as 1000
-        size, power = size / 1000, power + 1
-    digits = (
-        f"{number:,.0f}"
-        if not power
-        else f"{size:.{3 if size < 9.9995 else 2 if size < 99.995 else 1}f}"
-    )
+    size = float(number)
+    power = 0
+    # From here on, rounding would print 1000 of the smaller unit.
+    while abs(size) >= 999.95 and power < len(_PREFIXES) - 1:
+        size = size / 1000
+        power = power + 1
+    if not power:
+        digits = f"{number:,.0f}"
+    elif size < 9.9995:
+        digits = f"{size:.3f}"
+    elif size < 99.995:
+        digits = f"{size:.2f}"
+    else:
+        digits = f"{size:.1f}"
     return f"{digits} {_PREFIXES[power]}{unit}".rstrip()
 
 
 def many(count: int, what: str) -> str:
-    """A number of things in words.
+    """A count with a noun, in the plural if needed.
 
     Examples:
         >>> many(1, "node"), many(1200, "node")

@@ -1,4 +1,4 @@
-"""Messages of the library with commands in place of Python, or beside it, and what is said of tags under a table."""
+"""Messages of the library with commands in place of, or beside, Python; and the note on tags."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMMANDS = {
     "view(..., explorer=True)": "--explorer",
     "but dims has": "but --dims has",
 }
-"""Python → command, the longer of two that begin alike first."""
+"""Python → command; of two that begin alike, the longer one first."""
 
 _PYTHON = re.compile("|".join(map(re.escape, _COMMANDS)))
 
@@ -48,7 +48,7 @@ def in_commands(text: str) -> str:
 
 
 def in_both(text: str) -> str:
-    """A message with commands beside Python, for pages, which have readers of both.
+    """A message with commands beside Python, for pages, which are for readers of both.
 
     Examples:
         >>> in_both("Export it with htp_export.export(...) in place of torch.onnx.export(...).")
@@ -58,19 +58,19 @@ def in_both(text: str) -> str:
     """
 
     def both(match: re.Match[str]) -> str:
-        beside = (
-            f", or in Python with {match[0]}" if text[: match.start()].endswith(" with ") else None
-        )
-        return _COMMANDS[match[0]] + (beside or f" (in Python: {match[0]})")
+        command = _COMMANDS[match[0]]
+        python = match[0]
+        if text[: match.start()].endswith(" with "):
+            return f"{command}, or in Python with {python}"
+        return f"{command} (in Python: {python})"
 
     return _PYTHON.sub(both, text)
 
 
 def tag_note(*facts: TagFacts | None) -> list[Text]:
-    """The lines of ``tag_lines``, in yellow where something is to be done about the tags, and said as commands."""
+    """The lines of `tag_lines` with commands in place of Python, yellow if the tags need action."""
     from rich.text import Text
 
-    missing = any(fact is not None and (fact.advice or fact.untagged) for fact in facts)
-    return [
-        Text(in_commands(line), style="yellow" if missing else "dim") for line in tag_lines(*facts)
-    ]
+    needs_action = any(fact is not None and (fact.advice or fact.untagged) for fact in facts)
+    style = "yellow" if needs_action else "dim"
+    return [Text(in_commands(line), style=style) for line in tag_lines(*facts)]

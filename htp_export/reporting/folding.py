@@ -1,6 +1,6 @@
-"""Consecutive siblings that are alike, ``layer.0`` to ``layer.11``, which tables and pages draw once.
+"""Runs of equal siblings, ``layer.0`` to ``layer.11``, which tables and pages draw once.
 
-Their names end in consecutive numbers, and all modules below them are alike.
+Their names end in consecutive numbers, and all of their descendants are equal.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ def likeness(
     flops: float | None,
     status: str | None,
 ) -> Hashable:
-    """What makes two modules alike, apart from what is below them. Times and errors differ between alike modules."""
+    """The properties of a module, without its children, that equal siblings share.
+
+    Times and errors are not among them: they differ between equal modules.
+    """
     return (class_name, calls, fate, nodes, parameters, flops, status or "")
 
 
 def folded(
     parents: Mapping[str, str | None], alike: Callable[[str], Hashable]
 ) -> dict[str | None, list[list[str]]]:
-    """The modules right below each one of a tree (None: at its top), in runs of alike ones; most hold a single one.
+    """The children of each module of a tree (None: the top level), in runs of equal siblings.
 
-    ``parents`` are those of `drawn_parents`; ``alike`` is what makes modules alike, apart from what
-    is below them.
+    Most runs contain a single module. ``parents`` is a result of `drawn_parents`; ``alike`` returns
+    the properties that equal modules share, without their children.
 
     Examples:
         >>> tree = {"": None, "layer.0": "", "layer.0.fc": "layer.0", "layer.1": "", "layer.1.fc": "layer.1"}
@@ -42,37 +45,52 @@ def folded(
     below: dict[str | None, list[str]] = {None: [], **{path: [] for path in parents}}
     for path, parent in parents.items():
         below[parent].append(path)
-    numbers: dict[Hashable, int] = {}
-    shapes: dict[str, int] = {}
-    for path in sorted(parents, key=len, reverse=True):  # the path of a parent is shorter
-        shape = (
-            alike(path),
-            tuple((child.removeprefix(f"{path}."), shapes[child]) for child in below[path]),
-        )
-        shapes[path] = numbers.setdefault(shape, len(numbers))
+    identities = _identities(parents, below, alike)
     runs: dict[str | None, list[list[str]]] = {path: [] for path in below}
     for parent, siblings in below.items():
         for path in siblings:
             last = runs[parent][-1] if runs[parent] else None
-            if last is not None and _follows(last[-1], path) and shapes[last[-1]] == shapes[path]:
+            if (
+                last is not None
+                and _follows(last[-1], path)
+                and identities[last[-1]] == identities[path]
+            ):
                 last.append(path)
             else:
                 runs[parent].append([path])
     return runs
 
 
+def _identities(
+    parents: Mapping[str, str | None],
+    below: Mapping[str | None, Sequence[str]],
+    alike: Callable[[str], Hashable],
+) -> dict[str, int]:
+    """Number the modules so that modules with equal properties and descendants share a number."""
+    numbers: dict[Hashable, int] = {}
+    identities: dict[str, int] = {}
+    # The path of a parent is shorter: children come first.
+    for path in sorted(parents, key=len, reverse=True):
+        children = tuple(
+            (child.removeprefix(f"{path}."), identities[child]) for child in below[path]
+        )
+        identities[path] = numbers.setdefault((alike(path), children), len(numbers))
+    return identities
+
+
 def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) -> list[list[str]]:
-    """The runs of two and more modules below others, as `folded` has them, those at the top of the tree first."""
-    runs = folded(parents, alike)
-    return [
-        run for path, listed in runs.items() if path is not None for run in listed if len(run) > 1
-    ]
+    """The runs of two or more siblings, as in `folded`, outermost first; not at the top level."""
+    repeated: list[list[str]] = []
+    for parent, runs in folded(parents, alike).items():
+        if parent is not None:
+            repeated.extend(run for run in runs if len(run) > 1)
+    return repeated
 
 
 def gathered(
     rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], Hashable]
 ) -> list[tuple[str, list[T]]]:
-    """Rows in groups that are alike and whose paths differ in one number only: a common name, and the group.
+    """Group equal rows whose paths differ in one number only; return common name and rows.
 
     Examples:
         >>> paths = ["layer.0.fc", "layer.0.act", "layer.1.fc", "layer.1.act", "layer.3.act", "head"]
@@ -80,8 +98,12 @@ def gathered(
         ['layer.0…1', 'layer.0…1', 'layer.3.a', 'head']
     """
     listed = list(rows)
-    keys = [[(key, alike(row)) for key in _without_a_number(path(row))] for row in listed]
-    sizes = Counter(key for row_keys in keys for key in row_keys)
+    # A row can join any group of its path with one number left out; it joins the largest.
+    keys: list[list[tuple[tuple[str | None, ...], Hashable]]] = []
+    for row in listed:
+        identity = alike(row)
+        keys.append([(pattern, identity) for pattern in _without_a_number(path(row))])
+    sizes = Counter(itertools.chain.from_iterable(keys))
     groups: dict[Hashable, list[T]] = {}
     patterns: dict[Hashable, Sequence[str | None]] = {}
     for number, (row, row_keys) in enumerate(zip(listed, keys, strict=True)):
@@ -90,25 +112,22 @@ def gathered(
         groups.setdefault(key, []).append(row)
         if best is not None:
             patterns[key] = best[0]
-    return [
-        (
-            path(group[0])
-            if len(group) == 1
-            else _together(patterns[key], [path(row) for row in group]),
-            group,
-        )
-        for key, group in groups.items()
-    ]
+    named: list[tuple[str, list[T]]] = []
+    for key, group in groups.items():
+        paths = [path(row) for row in group]
+        name = paths[0] if len(group) == 1 else _together(patterns[key], paths)
+        named.append((name, group))
+    return named
 
 
 def _without_a_number(path: str) -> list[tuple[str | None, ...]]:
-    """A path with each of its numbers left out."""
+    """The parts of a path, once with each of its numbers left out."""
     parts = path.split(".")
     return [(*parts[:k], None, *parts[k + 1 :]) for k, part in enumerate(parts) if part.isdecimal()]
 
 
 def _together(pattern: Sequence[str | None], paths: Sequence[str]) -> str:
-    """The common name of paths that differ in the number that a pattern leaves out."""
+    """The common name of paths that differ only in the number that a pattern leaves out."""
     place = pattern.index(None)
     numbers = sorted(int(path.split(".")[place]) for path in paths)
     name = ".".join(_ranges(numbers) if part is None else part for part in pattern)
@@ -116,19 +135,23 @@ def _together(pattern: Sequence[str | None], paths: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers in order, those that follow each other by the first and the last: ``0…2,4,6…7``."""
-    runs = itertools.groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
-    ends = ((run[0][1], run[-1][1]) for run in (list(group) for _, group in runs))
-    return ",".join(f"{first}…{last}" if first < last else str(first) for first, last in ends)
+    """Sorted numbers, with a range for consecutive ones: ``0…2,4,6…7``."""
+    ranges = list[str]()
+    first = None
+    for index, number in enumerate(numbers):
+        if first is None:
+            first = number
+        is_last = index + 1 == len(numbers) or numbers[index + 1] != number + 1
+        if is_last:
+            ranges.append(f"{first}…{number}" if first < number else str(first))
+            first = None
+    return ",".join(ranges)
 
 
 def _follows(name: str, following: str) -> bool:
-    """Whether two names are numbers, or end in parts that are, one after the other: ``layer.3`` and ``layer.4``."""
+    """Whether two names end in consecutive numbers, such as ``layer.3`` and ``layer.4``."""
     stem, _, number = name.rpartition(".")
     following_stem, _, successor = following.rpartition(".")
-    return (
-        stem == following_stem
-        and number.isdecimal()
-        and successor.isdecimal()
-        and int(successor) == int(number) + 1
-    )
+    if stem != following_stem or not (number.isdecimal() and successor.isdecimal()):
+        return False
+    return int(successor) == int(number) + 1

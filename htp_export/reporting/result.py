@@ -1,6 +1,6 @@
-"""What public functions return: fields and a summary are declared; JSON, text and a short name follow from them.
+"""Base of results: fields and a summary are declared; JSON, text and a short ``repr`` follow.
 
-In notebooks, results look as their command draws them, or are tables and trees of text, which fold.
+A notebook shows a result as its command draws it, or as a table or a tree that can be folded.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from htp_export.reporting.tag_facts import TagFacts, tag_lines
 
 V = TypeVar("V")
 
-_MOST_SHOWN = 400  # characters of what a prompt shows
+_MOST_SHOWN = 400  # characters of a ``repr``, so that a prompt is not flooded
 
 Table = tuple[Sequence[Column[Any]], Iterable[Any]]
-"""The columns of a table, and its rows."""
+"""The columns and rows of a table."""
 
 
 class Modules(dict[str, V]):
-    """Module path → what a result has of it: an unknown path is an error that names the nearest, and ``repr`` is short.
+    """Module path → value of a result.
+
+    An unknown path raises an error that names the nearest one, and ``repr`` is short.
 
     Examples:
         >>> Modules({"layer.0": 1})["layer.9"]
@@ -43,29 +45,33 @@ class Modules(dict[str, V]):
         raise UnknownModuleError(path, self, "result")
 
     def __repr__(self) -> str:
-        listed = [repr(path) for path, _ in zip(self, range(3), strict=False)]
-        if len(self) == len(listed) and len(text := super().__repr__()) <= _MOST_SHOWN:
-            return text
-        return f"<{len(self)} modules: {', '.join([*listed, *['…'] * (len(self) > len(listed))])}>"
+        first_paths = [repr(path) for path, _ in zip(self, range(3), strict=False)]
+        if len(self) == len(first_paths):
+            text = super().__repr__()
+            if len(text) <= _MOST_SHOWN:
+                return text
+        else:
+            first_paths.append("…")
+        return f"<{len(self)} modules: {', '.join(first_paths)}>"
 
 
 class PlainData:
-    """A dataclass as plain data: its fields, without those that are hidden with ``repr=False``.
+    """A dataclass as plain data: its fields, except with ``repr=False``.
 
     Attributes:
-        derived: Properties that stand beside the fields.
-        optional: Names that are left out where there is nothing to say: None, or empty.
+        derived: Properties that are included, besides the fields.
+        optional: Names that are omitted if their value is None or empty.
     """
 
     derived: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has: name → value."""
+        """Name → value of the entries of `to_dict`."""
         return {name: getattr(self, name) for name in (*_shown(self), *self.derived)}
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON; without models."""
+        """The same as plain data, for JSON, without models."""
         entries = {name: plain(value) for name, value in self.data().items()}
         return {
             name: value
@@ -77,7 +83,7 @@ class PlainData:
 class Result(PlainData):
     """The base of the dataclasses that public functions return.
 
-    Lines of text stand in this order: the `table`, the summary, and `lines`.
+    Text consists of the `table`, the summary, and `lines`, in this order.
 
     Examples:
         >>> @dataclasses.dataclass(frozen=True)
@@ -93,19 +99,19 @@ class Result(PlainData):
     """
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Keep the short ``repr``: ``dataclass`` writes one of its own where the class has none itself."""
+        """Keep the short ``repr``: ``dataclass`` generates one if the class itself has none."""
         super().__init_subclass__(**settings)
         cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
-        """Let what is by module answer as a loaded model does."""
+        """Replace ``modules`` with a mapping whose errors name the nearest path."""
         modules = vars(self).get("modules")
         if isinstance(modules, Mapping):
             object.__setattr__(self, "modules", Modules(modules))
 
     @property
     def summary(self) -> str:
-        """What a person needs, in one line."""
+        """The result in one line."""
         raise NotImplementedError
 
     def table(self) -> Table | None:
@@ -114,34 +120,39 @@ class Result(PlainData):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Lines below the summary: notes, and what is known about tags."""
+        """Lines below the summary: notes, and the facts about tags."""
         return (*getattr(self, "notes", ()), *self.tag_lines())
 
     def tag_lines(self) -> tuple[str, ...]:
-        """What is known about tags, in words, a line each."""
+        """The facts about the model's tags, one line each."""
         facts: TagFacts | Sequence[TagFacts] | None = getattr(self, "tags", None)
-        return tag_lines(*([facts] if facts is None or isinstance(facts, TagFacts) else facts))
+        if facts is None or isinstance(facts, TagFacts):
+            return tag_lines(facts)
+        return tag_lines(*facts)
 
     def __str__(self) -> str:
         table = self.table()
-        return "\n".join((*(text_table(*table) if table else ()), self.summary, *self.lines))
+        rows = text_table(*table) if table else []
+        return "\n".join((*rows, self.summary, *self.lines))
 
     def __repr__(self) -> str:
         text = f"{type(self).__name__}: {self.summary}"
-        return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} …"
+        if len(text) <= _MOST_SHOWN:
+            return text
+        return f"{text[:_MOST_SHOWN]} …"
 
     def _repr_html_(self) -> str:
-        """The table of the command line, for notebooks; text where there is none."""
-        table = self.table()
-        if (drawn := drawn_html(self)) is not None:
+        """The drawing of the command line, for notebooks; else the table; else the text."""
+        drawn = drawn_html(self)
+        if drawn is not None:
             return drawn
+        table = self.table()
         if table is None:
             return html_text(str(self))
         columns, rows = table
-        lines = ([column.cell(row) for column in columns] for row in rows)
-        return html_table(
-            [column.heading for column in columns], lines, (self.summary, *self.lines)
-        )
+        headings = [column.heading for column in columns]
+        cells = ([column.cell(row) for column in columns] for row in rows)
+        return html_table(headings, cells, (self.summary, *self.lines))
 
 
 _NOTHING: tuple[Any, ...] = (None, [], {}, "")
@@ -152,7 +163,7 @@ def _shown(value: Any) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: dataclasses and paths as plain data, and words for NaN and infinity.
+    """A value as JSON data: dataclasses, paths and sets as plain data; NaN and infinity as words.
 
     Examples:
         >>> from pathlib import Path
@@ -162,13 +173,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {key: plain(held) for key, held in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if hasattr(value, "_asdict"):
         return plain(value._asdict())
     if isinstance(value, list | tuple):
-        return [plain(held) for held in value]
+        return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(value)
     if dataclasses.is_dataclass(value):
@@ -176,19 +187,19 @@ def plain(value: Any) -> Any:
     return fspath(value) if isinstance(value, PathLike) else value
 
 
-_MOST_IN_TREE = 4000  # modules of a tree in a notebook: more make it slow to scroll
-_OPEN_LEVELS = 2  # of a tree in a notebook: the model and its parts
-_MOST_LINES = 400  # of a table in a notebook, which shows each as a row
+_MOST_IN_TREE = 4000  # modules of a tree in a notebook: more make scrolling slow
+_OPEN_LEVELS = 2  # levels of a tree in a notebook: the model and its parts
+_MOST_LINES = 400  # lines of a table in a notebook: more make scrolling slow
 _NUMBER = re.compile(r"(?:[-+\d.,e]+|nan|-?inf)?")
 _STYLE = "font-family:monospace;white-space:pre"
 _SCROLLED = "max-height:480px;overflow:auto"
 _TREE = f"font-family:monospace;line-height:1.6;text-align:left;{_SCROLLED}"
-_WIDTH = 160  # characters
+_WIDTH = 160  # characters: a notebook scrolls wide tables sideways
 _PAGE = f'<pre style="{_SCROLLED};white-space:pre;line-height:1.35;font-family:Menlo,Consolas,monospace">{{code}}</pre>'
 
 
 def drawn_html(result: object) -> str | None:
-    """A result as HTML: what ``drawn`` in ``drawing.py`` of its capability makes of it, colours included, or None.
+    """A result as HTML, drawn by ``drawn`` in ``drawing.py`` of its capability; None without it.
 
     Examples:
         >>> from htp_export.costs.result import ModuleRow, ModuleTree
@@ -216,7 +227,7 @@ def drawn_html(result: object) -> str | None:
 
 
 def html_text(text: str) -> str:
-    """Text as HTML, of which the first few hundred lines are drawn.
+    """Text as HTML; after the first few hundred lines, the number of further ones.
 
     Examples:
         >>> "&lt;b&gt;" in html_text("<b>")
@@ -230,20 +241,23 @@ def html_text(text: str) -> str:
 def html_table(
     header: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterable[str] = ()
 ) -> str:
-    """A table as HTML, of which the first few hundred lines are drawn, with notes below it; cells are text.
+    """A table as HTML, with notes below it; cells are text, never markup.
+
+    After the first few hundred lines follows the number of further ones.
 
     Examples:
         >>> "&lt;b&gt;" in html_table(["module"], [["<b>"]])
         True
     """
     listed = list(lines)
-    right = [
-        all(_NUMBER.fullmatch(cell) for cell in column) for column in zip(*listed, strict=True)
-    ]
-    right = right or [False] * len(header)
+    right = [False] * len(header)
+    if listed:
+        columns = zip(*listed, strict=True)
+        right = [all(_NUMBER.fullmatch(cell) for cell in column) for column in columns]
 
     def row(kind: str, cells: Sequence[str]) -> str:
-        return f"<tr>{''.join(_cell(kind, cell, at) for cell, at in zip(cells, right, strict=True))}</tr>"
+        aligned = zip(cells, right, strict=True)
+        return f"<tr>{''.join(_cell(kind, cell, is_right) for cell, is_right in aligned)}</tr>"
 
     cells = "".join(row("td", line) for line in listed[:_MOST_LINES])
     table = f"<table><thead>{row('th', header)}</thead><tbody>{cells}</tbody></table>"
@@ -251,10 +265,10 @@ def html_table(
 
 
 def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] = ()) -> str:
-    """A tree as HTML that folds without a script, with notes below it; whatever a name looks like, it is text.
+    """A tree as HTML that folds without a script, with notes below it; names are never markup.
 
-    Lines are the level from 0, the name, its whole path, and what is said of it; each after the one
-    that holds it.
+    A line is its level from 0, its name, its whole path, and a remark. A parent precedes its
+    children.
 
     Examples:
         >>> drawn = html_tree([(0, "net", "net", ""), (1, "fc", "net.fc", "Linear")])
@@ -272,17 +286,16 @@ def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] =
         style = f"margin-left:{1.2 if level else 0}em"
         if k + 1 < len(listed) and listed[k + 1][0] > level:
             opened = " open" if level < _OPEN_LEVELS else ""
-            summary = (
-                f'<summary title="{html.escape(path)}" style="cursor:pointer">{text}</summary>'
-            )
+            title = html.escape(path)
+            summary = f'<summary title="{title}" style="cursor:pointer">{text}</summary>'
             parts.append(f'<details{opened} style="{style}">{summary}')
             open_levels.append(level)
-        else:  # as far in as the names of those that fold
-            parts.append(
-                f'<div title="{html.escape(path)}" style="{style};padding-left:1em">{text}</div>'
-            )
+        else:  # aligned with the names of lines that fold
+            title = html.escape(path)
+            parts.append(f'<div title="{title}" style="{style};padding-left:1em">{text}</div>')
     parts += ["</details>"] * len(open_levels)
-    return f'<div style="{_TREE}">{"".join(parts)}</div>{_below(len(listed) - _MOST_IN_TREE, "", notes)}'
+    below = _below(len(listed) - _MOST_IN_TREE, "", notes)
+    return f'<div style="{_TREE}">{"".join(parts)}</div>{below}'
 
 
 def _below(more: int, what: str, notes: Iterable[str]) -> str:
@@ -291,4 +304,5 @@ def _below(more: int, what: str, notes: Iterable[str]) -> str:
 
 
 def _cell(kind: str, text: str, right: bool) -> str:
-    return f'<{kind} style="text-align:{"right" if right else "left"};{_STYLE}">{html.escape(text)}</{kind}>'
+    side = "right" if right else "left"
+    return f'<{kind} style="text-align:{side};{_STYLE}">{html.escape(text)}</{kind}>'

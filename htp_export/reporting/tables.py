@@ -1,4 +1,4 @@
-"""Results by module as tables, for text and for pandas: which modules are drawn, and what became of each one."""
+"""Results by module as tables, for text and pandas: the drawn modules, and their columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from htp_export.reporting.result import Result, Table
 
 
 class Drawn(Protocol):
-    """What is known of a module that may be drawn."""
+    """A module that a table can draw."""
 
     @property
     def calls(self) -> int: ...
@@ -23,10 +23,9 @@ class Drawn(Protocol):
 
 
 def drawn_parents(modules: Mapping[str, Drawn]) -> dict[str, str | None]:
-    """The modules that are drawn, in order, each with the one that it is drawn below; None at the top.
+    """Drawn module → the drawn module above it, None at the top; in order.
 
-    A container, which holds what runs and never ran itself, is left out: its name stands before
-    those of its children.
+    A container, which never ran itself, is not drawn: its name is a prefix of its children's.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -44,9 +43,9 @@ def drawn_parents(modules: Mapping[str, Drawn]) -> dict[str, str | None]:
 
 
 def drawn_levels(parents: Mapping[str, str | None]) -> dict[str, int]:
-    """The level of each module that is drawn, from 0 at the top; ``parents`` are those of `drawn_parents`.
+    """Drawn module → its level, from 0 at the top; ``parents`` is a result of `drawn_parents`.
 
-    A file may list a module before the one that it is drawn below.
+    A file may list a module before its parent.
 
     Examples:
         >>> drawn_levels({"a.b": "a", "a": "", "": None})
@@ -54,12 +53,15 @@ def drawn_levels(parents: Mapping[str, str | None]) -> dict[str, int]:
     """
     levels: dict[str, int] = {}
     for path in parents:
-        unknown, current = list[str](), path if path not in levels else None
+        pending = list[str]()
+        current: str | None = path if path not in levels else None
         while current is not None and current not in levels:
-            unknown.append(current)
+            pending.append(current)
             current = parents[current]
-        above = -1 if current is None else levels[current]
-        levels.update((each, above + 1 + place) for place, each in enumerate(reversed(unknown)))
+        level = -1 if current is None else levels[current]
+        for descendant in reversed(pending):
+            level += 1
+            levels[descendant] = level
     return levels
 
 
@@ -67,9 +69,9 @@ class ModuleTable(Result):
     """A result with numbers by module.
 
     Attributes:
-        columns: All that is known of a module, in the order of JSON, CSV and data frames.
-        details: Attributes of a row that JSON has beside its columns.
-        measure: The column that `by_path` has where none is named.
+        columns: The columns of a module, in the order of JSON, CSV and data frames.
+        details: Further attributes of a row, which only JSON contains.
+        measure: The column that `by_path` returns by default.
     """
 
     columns: ClassVar[Sequence[Column[Any]]] = ()
@@ -83,24 +85,26 @@ class ModuleTable(Result):
         return rows
 
     def by_path(self, name: str | None = None) -> dict[str, float]:
-        """Module path → one number, to lay over a drawing of the model; modules without it are left out.
+        """Module path → one number, for an overlay; modules without it are omitted.
 
         Args:
-            name: Which: a column or another number of a row, as ``total_ms``, ``self_flops`` or
-                ``share``; None for the first that the result is about.
+            name: A column or another number of a row, such as ``total_ms``, ``self_flops`` or
+                ``share``; None for the main number of the result.
 
         Raises:
             InputError: If the modules have no such number.
         """
         name = name or self.measure
-        found = {path: getattr(row, name, None) for path, row in self.by_module.items()}
+        values = {path: getattr(row, name, None) for path, row in self.by_module.items()}
         numbers = {
-            path: float(value) for path, value in found.items() if isinstance(value, int | float)
+            path: float(value) for path, value in values.items() if isinstance(value, int | float)
         }
-        if found and not numbers:
-            known = dict.fromkeys(each for row in self.by_module.values() for each in _numbers(row))
+        if values and not numbers:
+            names: dict[str, None] = {}
+            for row in self.by_module.values():
+                names.update(dict.fromkeys(_numbers(row)))
             raise InputError(
-                f"modules of {type(self).__name__} have no number {name!r}; there are {', '.join(known)}"
+                f"modules of {type(self).__name__} have no number {name!r}; there are {', '.join(names)}"
             )
         return numbers
 
@@ -111,35 +115,35 @@ class ModuleTable(Result):
 
     @property
     def listed(self) -> Sequence[Any]:
-        """The modules that have a line in the table as text."""
+        """The rows of the table as text."""
         return list(self.by_module.values())
 
     def module_data(self, row: Any) -> dict[str, Any]:
-        """What JSON has of a module."""
+        """The entry of a module in JSON."""
         return {**record(self.columns, row), **{name: getattr(row, name) for name in self.details}}
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has: the modules by their columns."""
+        """The entries of `to_dict`, with the modules by their columns."""
         return {
             **super().data(),
             "modules": {path: self.module_data(row) for path, row in self.by_module.items()},
         }
 
     def to_pandas(self) -> Any:
-        """The modules as a ``pandas.DataFrame``: a row for each, and each of `columns` in which one has a value.
+        """A ``pandas.DataFrame`` with a row for each module, and the columns that have any value.
 
         Raises:
             InputError: If pandas is not installed.
         """
         records = {path: record(self.columns, row) for path, row in self.by_module.items()}
-        known = {
-            name for row in records.values() for name, value in row.items() if value is not None
-        }
-        names = [name for name in names_of(self.columns) if name in known]
+        used = set[str]()
+        for row in records.values():
+            used.update(name for name, value in row.items() if value is not None)
+        names = [name for name in names_of(self.columns) if name in used]
         return data_frame(list(records.values()), names, list(records), "module")
 
     def table(self) -> Table:
-        """The modules that are listed, in the columns that are drawn."""
+        """The listed modules, in the drawn columns."""
         return [MODULE, *self.drawn], self.listed
 
 
@@ -151,7 +155,7 @@ def _numbers(row: object) -> list[str]:
 def data_frame(
     records: Sequence[Mapping[str, Any]], columns: Sequence[str], index: Sequence[Any], name: str
 ) -> Any:
-    """Rows as a ``pandas.DataFrame``; ``name`` says what the index is: ``"module"``.
+    """Rows as a ``pandas.DataFrame``; ``name`` is that of the index, such as ``"module"``.
 
     Raises:
         InputError: If pandas is not installed.
@@ -165,13 +169,13 @@ def data_frame(
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedModule(ModuleInfo):
-    """What became of one module, with all modules below it; ``""`` is the whole model.
+    """One module, with its descendants, before and after a change; ``""`` is the whole model.
 
     Attributes:
-        precision: The precision of its weights now, or the one in which it computes: ``fp32``,
-            ``int8``; ``mixed`` for several. None where that is not known.
-        bytes_before: Size of all weights that its nodes read, biases too, before.
-        bytes_after: The same afterwards, with scales and zero points.
+        precision: The precision of its weights now, or of its computation: ``fp32``, ``int8``;
+            ``mixed`` for several; None if unknown.
+        bytes_before: Size of all weights and biases that its nodes used before.
+        bytes_after: Size afterwards, with scales and zero points.
     """
 
     precision: str | None = None
@@ -180,13 +184,15 @@ class CompressedModule(ModuleInfo):
 
     @property
     def sparsity(self) -> float | None:
-        """Share of its weights that are zero or gone; None where that was not counted."""
+        """Share of its weights that are zero or removed; None if it was not counted."""
         return None
 
     @property
     def ratio(self) -> float | None:
-        """The bytes after by the bytes before; None for a module without weights."""
-        return self.bytes_after / self.bytes_before if self.bytes_before else None
+        """``bytes_after`` divided by ``bytes_before``; None for a module without weights."""
+        if self.bytes_before:
+            return self.bytes_after / self.bytes_before
+        return None
 
 
 PRECISION: Column[CompressedModule] = Column("precision", "precision", right=False, keep=4)
@@ -196,4 +202,4 @@ BYTES_COLUMNS: tuple[Column[CompressedModule], ...] = (
     Column("bytes_after", "bytes after", unit="B", keep=8),
     Column("ratio", "ratio", unit="%", keep=2),
 )
-"""The bytes, in every table of these modules."""
+"""The columns of sizes, in every table of these modules."""

@@ -1,4 +1,4 @@
-"""What a file knows about its tags, as a sentence: it stands under every table that is by module."""
+"""Facts about a model's tags, as a sentence below each table by module."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ _EVIDENCE = {
     **dict.fromkeys(("tensor", "node", "initializer", "values", "region"), _CARRIED),
     "inserted": "inserted by a tool",
 }
-"""Each word of ``htp.reason`` as it is shown; one that is not here, of a later version, is shown as it is."""
+"""Word of ``htp.reason`` → text; an unknown word, of a later version, is shown as it is."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """How many nodes have owners that are known alike: how, and the words of ``htp.reason`` that this stands for."""
+    """How the owners of some nodes were determined.
+
+    ``text`` describes it, and ``reasons`` are the words of ``htp.reason`` that it covers.
+    """
 
     text: str
     nodes: int
@@ -34,32 +37,32 @@ class Evidence:
 
 
 def evidence_of(reasons: Mapping[str, int]) -> tuple[Evidence, ...]:
-    """How the owners of nodes are known, most nodes first, of the nodes of each word of ``htp.reason``.
+    """Group node counts by evidence, most nodes first; ``reasons``: ``htp.reason`` → nodes.
 
     Examples:
         >>> ", ".join(map(str, evidence_of({"node": 2, "scope": 4, "tensor": 3})))
         '5 recovered by carry, 4 captured at export'
     """
-    alike: dict[str, list[str]] = {}
+    words_of: dict[str, list[str]] = {}
     for reason in reasons:
-        alike.setdefault(_EVIDENCE.get(reason, reason), []).append(reason)
-    evidence = [
-        Evidence(text, sum(reasons[word] for word in words), tuple(words))
-        for text, words in alike.items()
-    ]
+        words_of.setdefault(_EVIDENCE.get(reason, reason), []).append(reason)
+    evidence = []
+    for text, words in words_of.items():
+        nodes = sum(reasons[word] for word in words)
+        evidence.append(Evidence(text, nodes, tuple(words)))
     return tuple(sorted(evidence, key=lambda entry: -entry.nodes))
 
 
 @dataclass(frozen=True)
 class TagFacts:
-    """What a model knows about its module tags.
+    """Facts about the module tags of a model.
 
     Attributes:
-        source: Where the owners of nodes come from: ``"htp"``, ``"torch"`` or ``"none"``, as
-            `TaggedModel.source` has it.
-        reasons: How the owners are known, a word of ``docs/format.md`` → nodes; most first.
-        untagged: Nodes that belong to no module.
-        lost: Whether the model still knows its modules, and its nodes no longer.
+        source: Source of the owners of nodes: ``"htp"``, ``"torch"`` or ``"none"``, as in
+            `TaggedModel.source`.
+        reasons: Evidence for the owners, a word of ``docs/format.md`` → nodes; most first.
+        untagged: Number of nodes without a module.
+        lost: Whether the model knows its modules, but its nodes have lost their tags.
 
     Examples:
         >>> print(TagFacts("htp", {"scope": 12, "fused": 2}, untagged=1))
@@ -73,13 +76,11 @@ class TagFacts:
 
     @property
     def advice(self) -> str:
-        """What to do about tags that are missing or not exact; ``""`` where they are exact."""
+        """Advice for missing or inexact tags; ``""`` if they are exact."""
         if self.lost:
-            scopes = (
-                " Modules are read from torch's own scopes, which are not exact."
-                if self.source == "torch"
-                else ""
-            )
+            scopes = ""
+            if self.source == "torch":
+                scopes = " Modules are read from torch's own scopes, which are not exact."
             return (
                 "The nodes of this file have lost their module tags: "
                 f"htp_export.carry(before, after) brings them back.{scopes}"
@@ -98,7 +99,7 @@ class TagFacts:
 
     @property
     def headline(self) -> str:
-        """The same in a few words: whether every node has a module."""
+        """Whether every node has a module, in a few words."""
         if self.source == "none":
             return "no module tags"
         if self.source == "torch":
@@ -109,7 +110,7 @@ class TagFacts:
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
-        """How the owners of the nodes are known, most nodes first."""
+        """How the owners of the nodes were determined, most nodes first."""
         return evidence_of(self.reasons)
 
     def __str__(self) -> str:
@@ -128,10 +129,10 @@ class TagFacts:
 def tag_lines(
     *facts: TagFacts | None, names: Sequence[str] = ("before", "after")
 ) -> tuple[str, ...]:
-    """The line that stands under a table; for two files one for each, or one where both know the same.
+    """The lines about tags below a table; for two files one each, or one if they are equal.
 
-    Files that are read with torch's own scopes have none: ``load`` has warned of these. None, where
-    nobody asked, is no line.
+    Files that are read with torch's scopes have no line, because ``load`` warns of them. None, for
+    a file whose tags were not examined, has no line either.
 
     Examples:
         >>> for line in tag_lines(TagFacts("htp", {"scope": 3}), TagFacts("htp", {"scope": 2, "fused": 1})):

@@ -1,1 +1,1 @@
-"""Shapes, element types and small contents of a model's tensors, in terms of its open dimensions or in numbers."""
+"""Shapes, element types and small contents of tensors, in open dimensions or in numbers."""

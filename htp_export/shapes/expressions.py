@@ -1,7 +1,7 @@
-"""Sizes that a file writes as expressions of open dimensions: ``past + 2*sequence``.
+"""Size expressions in a file: sums and products of open dimensions, such as ``past + 2*sequence``.
 
-They are computed here, with bounds, and not by SymPy, which computes any power and simplifies
-whatever it reads: a file would have it work on ``n**n**n`` for ever. The syntax is that of
+They are evaluated here, with bounds, and not by SymPy. SymPy computes any power and simplifies any
+expression, so that a file with ``n**n**n`` would keep it busy for ever. The syntax is that of
 `onnx_ir.SymbolicDim`.
 """
 
@@ -17,10 +17,10 @@ from itertools import pairwise
 from htp_export.format.bounds import LARGEST
 
 _LONGEST = 500
-"""Characters of an expression; what is longer is the name of a dimension."""
+"""The longest expression, in characters. A longer text is treated as the name of a dimension."""
 
 _MOST_BITS = 4096
-"""Of numbers between the steps: 64 factors of 64 bits."""
+"""The most bits of an intermediate result: 64 factors of 64 bits. It bounds time and memory."""
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[0-9]+)|(?P<name>[^\W\d][\w.]*)|(?P<sign>\*\*|//|[-+*/%(),]))"
@@ -28,7 +28,7 @@ _TOKEN = re.compile(
 
 
 def names_in(text: str) -> frozenset[str]:
-    """The open dimensions in an expression; none, if the text is no expression.
+    """Return the open dimensions of an expression; none if the text is not an expression.
 
     Examples:
         >>> sorted(names_in("past + 2*sequence")), names_in("past +")
@@ -36,7 +36,8 @@ def names_in(text: str) -> frozenset[str]:
     """
     try:
         reader = _Reader(text, lambda name: 1)
-        with contextlib.suppress(ArithmeticError):  # it is one, but not of these sizes
+        # An expression that has no result for these sizes still names its dimensions.
+        with contextlib.suppress(ArithmeticError):
             reader.result()
     except (ValueError, RecursionError):
         return frozenset()
@@ -44,7 +45,7 @@ def names_in(text: str) -> frozenset[str]:
 
 
 def evaluate(text: str, sizes: Mapping[str, int]) -> int | None:
-    """A size that a file writes as a name or as an expression; None if not all sizes in it are known, or it is no size.
+    """Evaluate a name or an expression; None if a size is unknown or the result is not a size.
 
     Examples:
         >>> evaluate("past + sequence", {"past": 3, "sequence": 4}), evaluate("past + sequence", {"past": 3})
@@ -56,26 +57,31 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int | None:
         size = _Reader(text, sizes.__getitem__).result()
     except (ArithmeticError, KeyError, ValueError, RecursionError):
         return None
-    return int(size) if size.denominator == 1 and 0 <= size <= LARGEST else None
+    if size.denominator == 1 and 0 <= size <= LARGEST:
+        return int(size)
+    return None
 
 
 class _Reader:
-    """Computes an expression while it is read. ``size`` returns that of a name.
+    """A recursive-descent parser that evaluates an expression while parsing it.
+
+    ``size`` returns the size of a name.
 
     Raises:
-        ValueError: The text is no expression.
-        ArithmeticError: A step has no result, or a very large one.
+        ValueError: The text is not an expression.
+        ArithmeticError: An operation is undefined, or its result is too large.
     """
 
     def __init__(self, text: str, size: Callable[[str], int]) -> None:
         if len(text) > _LONGEST:
-            raise ValueError("it is too long")
-        self._tokens, self._size = list(_tokens(text)), size
+            raise ValueError("/")
+        self._tokens = list(_tokens(text))
+        self._size = size
         self._place = 0
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that are no functions."""
+        """The names of dimensions, without the names of functions."""
         following = pairwise([*self._tokens, ("", "")])
         return frozenset(
             token for (kind, token), (_, after) in following if kind == "name" and after != "("
@@ -88,7 +94,7 @@ class _Reader:
         return value
 
     def _next(self, *signs: str) -> str:
-        """Return and skip the next token if it is one of some signs; else an empty text."""
+        """Return and skip the next token if it is one of ``signs``; otherwise return ``""``."""
         kind, token = self._tokens[self._place] if self._place < len(self._tokens) else ("", "")
         if kind != "sign" or token not in signs:
             return ""
@@ -121,6 +127,7 @@ class _Reader:
         return Fraction(base ** int(exponent))
 
     def _single(self) -> Fraction:
+        """Parse a number, a name, a function call, or an expression in parentheses."""
         if self._next("("):
             return self._inside()[0]
         if self._place >= len(self._tokens):
@@ -141,7 +148,7 @@ class _Reader:
         return _bounded(_FUNCTIONS[token](*values))
 
     def _inside(self, *, several: bool = False) -> list[Fraction]:
-        """What is in parentheses of which the first one is read."""
+        """Parse the arguments up to the closing parenthesis; the opening one was consumed."""
         values = [self._sum()]
         while several and self._next(","):
             values.append(self._sum())
@@ -151,7 +158,8 @@ class _Reader:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    place, end = 0, len(text.rstrip())
+    place = 0
+    end = len(text.rstrip())
     while place < end:
         match = _TOKEN.match(text, place)
         if match is None or match.lastgroup is None:
@@ -205,4 +213,4 @@ _FUNCTIONS: Mapping[str, Callable[..., Fraction]] = {
 }
 
 _ARGUMENTS: Mapping[str, tuple[int, ...]] = {"floor": (1,), "sqrt": (1,), "mod": (2,), "Mod": (2,)}
-"""Function → the numbers of arguments that it takes; the others take any."""
+"""Function → accepted numbers of arguments; a function that is not listed accepts any number."""

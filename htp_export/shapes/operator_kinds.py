@@ -1,7 +1,7 @@
-"""Kinds of operators: what each of them does to the values and shapes that it reads.
+"""Kinds of operators, by their effect on the values and shapes of their inputs.
 
-Sets that say the same thing stand here once. A set for one purpose only stands where it is used,
-and is made of these.
+A set that several files need is defined here once. A set for a single purpose is defined where it
+is used, from these.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ RANDOM = frozenset(
         "RandomUniformLike",
     )
 )
-"""Without inputs, or with constant ones, these still give other values in every run."""
+"""Operators whose outputs differ in every run, even without inputs or with constant ones."""
 
 SIZES_ONLY = frozenset(("Shape", "Size"))
-"""They read the sizes of a tensor, and none of its values."""
+"""Operators that read the shape of a tensor and none of its elements."""
 
 _TYPE_ONLY = {"CastLike": 1}
-"""They read an input for its type alone, at this place."""
+"""Operator → index of an input that it reads for its element type alone."""
 
 VIEW = "htp.view"
-"""Key in the ``meta`` of a node of torch's operators: its results have the memory of its first input."""
+"""Key in ``meta`` of a torch operator's node whose outputs share memory with its first input."""
 
 CONTROL_FLOW = frozenset(("If", "Loop", "Scan"))
-"""They run subgraphs."""
+"""Operators that run subgraphs."""
 
 RESHAPING = frozenset(("Reshape", "Flatten", "Squeeze", "Unsqueeze"))
-"""They give back the same elements in the same order, in another shape."""
+"""Operators that return the same elements in the same order, in another shape."""
 
 LAYOUT = RESHAPING | {"Transpose", "Expand"}
-"""They give back the same elements in another shape or order, or repeated."""
+"""Layout operators: the same elements in another shape or order, or repeated."""
 
 COMMUTATIVE = frozenset(("Add", "Mul", "And", "Or", "Xor", "Equal", "Max", "Min", "Sum"))
-"""Their inputs may change places."""
+"""Operators whose inputs can be swapped."""
 
 NEUTRAL = {"Mul": 1, "Div": 1, "Pow": 1, "Add": 0, "Sub": 0, "And": True, "Or": False}
-"""Operator → the second argument with which it gives the first one back, but for -0, which becomes 0 if 0 is added."""
+"""Operator → second argument for which it returns the first (except -0: adding 0 returns 0)."""
 
 IN_PLACE = frozenset(
     (
@@ -63,14 +63,14 @@ IN_PLACE = frozenset(
         "DequantizeLinear",
     )
 )
-"""They change where or how exactly a tensor is kept, and leave every number in its place."""
+"""Operators that change the device or precision of a tensor and keep each element at its index."""
 
 _MOVING = LAYOUT | IN_PLACE | SIZES_ONLY
 _MOVING |= {"ReorderInput", "ReorderOutput", "Dropout", "DynamicQuantizeLinear", "Constant"}
-"""They give back the numbers that they are given, in another place, layout, shape or precision."""
+"""Operators that return their input in another place, layout, shape or precision."""
 
 _SELECTING = frozenset(("Slice", "Split", "Concat", "Gather", "Pad", "Tile"))
-"""They give back some of the numbers that they are given, or repeat some."""
+"""Operators that return a subset of the elements of their input, or repeat some."""
 
 
 GROWING = frozenset(
@@ -95,7 +95,7 @@ GROWING = frozenset(
         "Upsample",
     ]
 )
-"""Their results are as large as numbers that they read say: a few bytes of a file can ask for any size."""
+"""Operators whose output size is a value of an input, so that a tiny file can ask for any size."""
 
 
 def base_op(op: str) -> str:
@@ -104,7 +104,7 @@ def base_op(op: str) -> str:
 
 
 def is_standard(node: ir.Node | None, *op_types: str) -> bool:
-    """Whether a node is there and computes an operator of ONNX itself, and one of ``op_types`` where any are named.
+    """Whether a node exists and is a standard ONNX operator, one of ``op_types`` if there are any.
 
     Examples:
         >>> relu, theirs = ir.node("Relu", [ir.val("x")]), ir.node("Relu", [ir.val("x")], domain="com.microsoft")
@@ -115,11 +115,11 @@ def is_standard(node: ir.Node | None, *op_types: str) -> bool:
 
 
 _QUANTIZING = ("", "com.microsoft")
-"""The domains of linear quantization: before opset 21, ONNX Runtime has integers of 16 bits in its own alone."""
+"""Domains of linear quantization. Before opset 21, only ONNX Runtime's has 16-bit integers."""
 
 
 def quantizes(node: ir.Node | None) -> bool:
-    """Whether a node is there and is ``QuantizeLinear``, of ONNX or of ONNX Runtime.
+    """Whether a node exists and is ``QuantizeLinear``, of ONNX or ONNX Runtime.
 
     Examples:
         >>> quantizes(ir.node("QuantizeLinear", [ir.val("x"), ir.val("scale")], domain="com.microsoft"))
@@ -129,12 +129,12 @@ def quantizes(node: ir.Node | None) -> bool:
 
 
 def dequantizes(node: ir.Node | None) -> bool:
-    """The same of ``DequantizeLinear``."""
+    """Whether a node exists and is ``DequantizeLinear``, of ONNX or ONNX Runtime."""
     return node is not None and node.op_type == "DequantizeLinear" and node.domain in _QUANTIZING
 
 
 def without_copies(value: ir.Value) -> ir.Value:
-    """The tensor that ``Identity`` nodes before a value copy; the value itself where there are none.
+    """The original of a value that ``Identity`` nodes copy; the value itself if there are none.
 
     Examples:
         >>> x = ir.val("x")
@@ -142,9 +142,14 @@ def without_copies(value: ir.Value) -> ir.Value:
         >>> without_copies(copied.outputs[0]) is x is without_copies(x)
         True
     """
-    while is_standard(producer := value.producer(), "Identity") and producer.inputs[0] is not None:  # type: ignore[union-attr]
-        value = producer.inputs[0]  # type: ignore[union-attr]
-    return value
+    while True:
+        producer = value.producer()
+        if producer is None or not is_standard(producer, "Identity"):
+            return value
+        source = producer.inputs[0]
+        if source is None:
+            return value
+        value = source
 
 
 def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
@@ -163,33 +168,37 @@ def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
 
 
 def with_subgraphs(node: ir.Node) -> Iterator[ir.Node]:
-    """A node, and what its subgraphs hold."""
+    """A node, and the nodes of its subgraphs."""
     yield node
     for body in subgraphs(node):
         yield from body.all_nodes()
 
 
 def reads_of(node: ir.Node) -> Iterator[ir.Value]:
-    """Every value that a node reads, in its subgraphs too, whose results it reads as well."""
-    for each in with_subgraphs(node):
-        yield from (value for value in each.inputs if value is not None)
-        for body in subgraphs(each):
+    """Every value that a node uses, or that its subgraphs use or return."""
+    for inner in with_subgraphs(node):
+        yield from (value for value in inner.inputs if value is not None)
+        for body in subgraphs(inner):
             yield from body.outputs
 
 
 def values_read(op: str, inputs: Sequence[_Input]) -> Sequence[_Input]:
-    """What a node of an operator reads, without what it reads for its type alone."""
-    place = _TYPE_ONLY.get(op)
-    return inputs if place is None else (*inputs[:place], *inputs[place + 1 :])
+    """The inputs of which an operator uses the elements or shape, not only the type."""
+    index = _TYPE_ONLY.get(op)
+    if index is None:
+        return inputs
+    return (*inputs[:index], *inputs[index + 1 :])
 
 
 def operator_of(node: ir.Node) -> str:
-    """A node's operator, with the domain where that is not ONNX's: ``com.microsoft::Gelu``."""
-    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+    """The operator of a node, with its domain unless it is ONNX's: ``com.microsoft::Gelu``."""
+    if node.domain:
+        return f"{node.domain}::{node.op_type}"
+    return node.op_type
 
 
 def moves(op: str, views: bool = False) -> bool:
-    """Whether an operator only moves numbers; with ``views``, also whether it leaves some out or repeats some.
+    """Whether an operator only moves elements; with ``views``, it may also omit or repeat some.
 
     Examples:
         >>> moves("Reshape"), moves("com.microsoft.nchwc::ReorderInput"), moves("Slice"), moves("Slice", views=True)
@@ -199,19 +208,20 @@ def moves(op: str, views: bool = False) -> bool:
     return base in _MOVING or (views and base in _SELECTING)
 
 
-# --- operators that do the work of others, by their names ---------------------------------------------
+# --- operators that contain other operators, by their names ------------------------------------
 
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+|.")
 
-# What the names of ONNX's quantized operators have besides the name of the one that they quantize.
+# Words in the names of ONNX's quantized operators, besides the name of the quantized operator.
 _QUANTIZED = frozenset(("Q", "Linear", "Integer"))
 
-# Operators that compute others' work in one, and whose names do not say it.
+# Operators that combine several, which their names do not show.
 _COMPOSED = {"Gemm": ("MatMul", "Add")}
 
 
 @functools.cache
 def _standard() -> frozenset[str]:
+    """The names of the operators in ONNX's own domains."""
     return frozenset(
         schema.name for schema in onnx.defs.get_all_schemas() if schema.domain in ("", "ai.onnx.ml")
     )
@@ -219,33 +229,45 @@ def _standard() -> frozenset[str]:
 
 @functools.cache
 def _parts(op: str) -> tuple[str, ...]:
-    """The operators that an operator's name is made of, and the words between them.
+    """The operators in the name of an operator, and the words between them.
 
-    The longest of ONNX's names counts: ``FusedMatMul`` is a MatMul and no Mul. ONNX's own operators
-    have no other one in them (``MaxPool``, ``ConvTranspose``), unless all else says how it is
-    quantized.
+    The longest ONNX name is taken: ``FusedMatMul`` contains MatMul and not Mul. ONNX's operators
+    contain no other (``MaxPool``, ``ConvTranspose``), except quantized ones, such as
+    ``ConvInteger``.
     """
-    standard, name = _standard(), base_op(op)
-    words = _WORD.findall(name)
-    parts, at = list[str](), 0
-    while at < len(words):
-        ends = (end for end in range(len(words), at, -1) if end - at < len(words))
-        end = next((end for end in ends if "".join(words[at:end]) in standard), at + 1)
-        parts.append("".join(words[at:end]))
-        at = end
+    standard = _standard()
+    name = base_op(op)
+    parts = _split_name(name, standard)
     known = [part for part in parts if part in standard]
     if name in standard:
-        quantized = len(known) == 1 and all(
-            part in _QUANTIZED for part in parts if part not in known
-        )
-        return (name, *known) if quantized and len(parts) > 1 else (name,)
-    return tuple(
-        inner for part in parts for inner in (_parts(part) if part in standard else (part,))
-    )
+        others = [part for part in parts if part not in standard]
+        is_quantized = len(known) == 1 and all(part in _QUANTIZED for part in others)
+        if is_quantized and len(parts) > 1:
+            return (name, *known)
+        return (name,)
+    inner: list[str] = []
+    for part in parts:
+        inner.extend(_parts(part) if part in standard else (part,))
+    return tuple(inner)
+
+
+def _split_name(name: str, standard: frozenset[str]) -> list[str]:
+    """Split a name into the longest standard operator names, shorter than itself, and words."""
+    words = _WORD.findall(name)
+    parts = list[str]()
+    start = 0
+    while start < len(words):
+        end = len(words) if start else len(words) - 1
+        while end > start + 1 and "".join(words[start:end]) not in standard:
+            end -= 1
+        end = max(end, start + 1)
+        parts.append("".join(words[start:end]))
+        start = end
+    return parts
 
 
 def resembles(op: str, counterpart: str) -> bool:
-    """Whether one of two operators may do the work of the other: they are the same, or one is made of the other.
+    """Whether one operator may do the work of another: equal, or one contains the other.
 
     Examples:
         >>> resembles("com.microsoft::FusedMatMul", "MatMul"), resembles("com.microsoft::FusedMatMul", "Mul")
@@ -253,9 +275,8 @@ def resembles(op: str, counterpart: str) -> bool:
         >>> resembles("Gemm", "Add"), resembles("MaxPool", "Max"), resembles("Expand", "Exp")
         (True, False, False)
     """
-    name, wanted = base_op(op), base_op(counterpart)
-    return (
-        name == wanted
-        or wanted in (*_parts(op), *_COMPOSED.get(name, ()))
-        or name in _parts(counterpart)
-    )
+    name = base_op(op)
+    other = base_op(counterpart)
+    if name == other or name in _parts(counterpart):
+        return True
+    return other in (*_parts(op), *_COMPOSED.get(name, ()))

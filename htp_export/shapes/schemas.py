@@ -1,6 +1,6 @@
-"""What ONNX itself knows of one node: shapes by its own inference, types by the operator's schema, and values.
+"""Facts from the onnx package about one node: inferred shapes, types by schema, computed values.
 
-Values come from ONNX's reference implementation, for tensors as small as those that say shapes.
+Values come from ONNX's reference implementation, for small tensors such as shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from htp_export.shapes.operators.elementwise import ELEMENTWISE, LIKE_FIRST
 from htp_export.shapes.sizes import Dim, Size
 
 Result: TypeAlias = tuple[ir.TypeProtocol | None, Dims | None]
-"""Type and shape of what a node makes."""
+"""Type and shape of an output."""
 
 EVALUATED = (
     {*LIKE_FIRST, *ELEMENTWISE, *RESHAPING, *SIZES_ONLY}
@@ -63,21 +63,22 @@ EVALUATED = (
         "Unique",
     }
 ) - (RANDOM | {"Dropout"})
-"""Operators with which sizes, places and masks are computed.
+"""Operators that compute sizes, positions and masks.
 
-Their time and memory are those of their inputs and results. Others can take any time for a small
-result: windows that are padded, samples, regular expressions, images.
+Their time and memory are proportional to their inputs and outputs. Other operators can take any
+time for a small output: windows with padding, sampling, regular expressions, images.
 """
 
 
 def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> list[Result]:
-    """Types and shapes of the outputs, as far as the operator's schema tells them."""
+    """Types and shapes of the outputs, as far as ONNX's inference of the node returns them."""
     nothing: list[Result] = [(None, None)] * len(node.outputs)
     schema = _schema(node.op_type, version, node.domain)
     if schema is None:
         return nothing
     names: dict[str, Dim] = {}
-    types, data = dict[str, onnx.TypeProto](), dict[str, onnx.TensorProto]()
+    types = dict[str, onnx.TypeProto]()
+    data = dict[str, onnx.TensorProto]()
     for place, known in enumerate(inputs):
         if known is None:
             continue
@@ -99,53 +100,79 @@ def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> li
         ValueError,
         KeyError,
     ):
-        return nothing  # a node that is not as its schema wants it
+        return nothing  # the node does not conform to its schema
     return [_read(protos.get(name), names) for name in proto.output]
 
 
 def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> list[Array] | None:
-    """The numbers of the outputs, where those of all inputs are known and all are small; else None."""
-    if (
-        node.op_type not in EVALUATED
-        or node.domain
-        or _schema(node.op_type, version, node.domain) is None
-    ):
+    """The arrays of the outputs, if all inputs are known and all arrays are small; else None."""
+    if node.op_type not in EVALUATED or node.domain:
         return None
-    arrays = {f"i{place}": known.array for place, known in enumerate(inputs) if known is not None}
-    if any(array is None for array in arrays.values()) or not all(
-        value.name for value in node.outputs
-    ):
+    if _schema(node.op_type, version, node.domain) is None:
         return None
-    broadcast = math.prod(max(1, array.size) for array in arrays.values() if array is not None)
-    if node.op_type in GROWING or broadcast > MOST_ELEMENTS:
-        for _, shape in inferred(node, version, inputs):
-            sizes = [dim for dim in shape or (None,) if isinstance(dim, int)]
-            if shape is None or len(sizes) < len(shape) or math.prod(sizes) > MOST_ELEMENTS:
-                return None
-    proto = _node_proto(node, inputs)
-    function = onnx.helper.make_function(
-        "",
-        "f",
-        list(filter(None, proto.input)),
-        list(proto.output),
-        [proto],
-        [onnx.helper.make_opsetid("", version)],
-    )
+    if not all(value.name for value in node.outputs):
+        return None
+    arrays = _input_arrays(inputs)
+    if arrays is None:
+        return None
+    # No output is larger than the product of the inputs, unless an input states its size.
+    most_elements = math.prod(max(1, array.size) for array in arrays.values())
+    if node.op_type in GROWING or most_elements > MOST_ELEMENTS:
+        shapes = [shape for _, shape in inferred(node, version, inputs)]
+        if not all(map(_is_small, shapes)):
+            return None
     try:
-        with np.errstate(all="ignore"):
-            outputs = ReferenceEvaluator(function).run(None, arrays, attributes={})
+        results = _run_reference(_node_proto(node, inputs), version, arrays)
     except Exception:
-        # whatever numpy says of values that the operator does not take, or an operator that it has
-        # not
+        # Any error of numpy for values that the operator does not accept, or an operator that the
+        # reference implementation does not have.
         return None
-    results = [np.asarray(array) for array in outputs]
     small = all(array.size <= MOST_ELEMENTS and array.dtype.kind not in "OSU" for array in results)
     return results if small else None
 
 
+def _input_arrays(inputs: Sequence[Fact | None]) -> dict[str, Array] | None:
+    """Name → array of the inputs of a `_node_proto`; None if one is unknown."""
+    arrays: dict[str, Array] = {}
+    for index, known in enumerate(inputs):
+        if known is None:
+            continue
+        if known.array is None:
+            return None
+        arrays[f"i{index}"] = known.array
+    return arrays
+
+
+def _run_reference(proto: onnx.NodeProto, version: int, arrays: Mapping[str, Array]) -> list[Array]:
+    """Run one node in ONNX's reference implementation."""
+    function = onnx.helper.make_function(
+        domain="",
+        fname="f",
+        inputs=list(filter(None, proto.input)),
+        outputs=list(proto.output),
+        nodes=[proto],
+        opset_imports=[onnx.helper.make_opsetid("", version)],
+    )
+    with np.errstate(all="ignore"):
+        outputs = ReferenceEvaluator(function).run(None, dict(arrays), attributes={})
+    return [np.asarray(array) for array in outputs]
+
+
+def _is_small(shape: Dims | None) -> bool:
+    """Whether a shape is known, with few enough elements to compute them."""
+    if shape is None:
+        return False
+    elements = 1
+    for dim in shape:
+        if not isinstance(dim, int):
+            return False
+        elements *= dim
+    return elements <= MOST_ELEMENTS
+
+
 @lru_cache(maxsize=4096)
 def type_source(op_type: str, version: int, domain: str, place: int) -> ir.DataType | int | None:
-    """Where a schema says that the element type of an output is from: the type itself, or the input that has it too."""
+    """The element type of an output by its schema, or the index of an input of the same type."""
     schema = _schema(op_type, version, domain)
     if schema is None or not schema.outputs:
         return None
@@ -158,16 +185,16 @@ def type_source(op_type: str, version: int, domain: str, place: int) -> ir.DataT
         return None
     if len(output.types) == 1:
         return ir.DataType[kinds.pop().removeprefix("tensor(").removesuffix(")").upper()]
-    return next(
-        (k for k, formal in enumerate(schema.inputs) if formal.type_str == output.type_str), None
-    )
+    for index, formal in enumerate(schema.inputs):
+        if formal.type_str == output.type_str:
+            return index
+    return None
 
 
 def settings(node: ir.Node, versions: Mapping[str, int]) -> list[ir.Attr]:
-    """The attributes of a node, by name, without those that say what its operator does anyway.
+    """The attributes of a node by name, without the operator's defaults.
 
-    Tools write such defaults out, and take them away: two nodes that differ in them alone are the
-    same.
+    Tools add and remove such defaults: nodes that differ in them alone compute the same.
 
     Examples:
         >>> node = ir.node("Gemm", [], attributes={"alpha": 1.0, "transB": 1})
@@ -186,10 +213,10 @@ def settings(node: ir.Node, versions: Mapping[str, int]) -> list[ir.Attr]:
 
 
 def is_written_as(node: ir.Node, version: int, later: int) -> bool:
-    """Whether a node of one opset means the same in a later one: attributes that it has, and defaults of the others.
+    """Whether a node of one opset has the same meaning in a later opset.
 
-    True for operators that have no schema in the later opset, or in this one. The higher of both is
-    the later one.
+    It compares the node's attributes, and the defaults of the others. True for operators without
+    a schema in one of the two opsets, and if ``later`` is not the later one.
 
     Examples:
         >>> pad = ir.node("Pad", [ir.val("x")], attributes={"pads": [0, 1]})
@@ -198,19 +225,21 @@ def is_written_as(node: ir.Node, version: int, later: int) -> bool:
     """
     if node.domain not in ("", "ai.onnx") or version >= later:
         return True
-    now, then = _schema(node.op_type, version, ""), _schema(node.op_type, later, "")
+    now = _schema(node.op_type, version, "")
+    then = _schema(node.op_type, later, "")
     if now is None or then is None or now.since_version == then.since_version:
         return True
     written = node.attributes.keys()
     if not written <= then.attributes.keys():
         return False
-    before, after = _defaults(node.op_type, version, ""), _defaults(node.op_type, later, "")
+    before = _defaults(node.op_type, version, "")
+    after = _defaults(node.op_type, later, "")
     shared = (now.attributes.keys() & then.attributes.keys()) - written
     return all(before.get(name) == after.get(name) for name in shared)
 
 
 def misfit(node: ir.Node, version: int) -> str:
-    """What an opset does not have of a node of ONNX's own operators; empty if it has all.
+    """The feature of a standard ONNX node that an opset does not support; empty if it has all.
 
     Examples:
         >>> clip = ir.node("Clip", [ir.val("x"), ir.val("low")])
@@ -225,28 +254,25 @@ def misfit(node: ir.Node, version: int) -> str:
     unknown = next((name for name in node.attributes if name not in schema.attributes), None)
     if unknown is not None:
         return f"{node.op_type} with {unknown}"
-    absent = next(
-        (
-            name
-            for name, each in schema.attributes.items()
-            if each.required and name not in node.attributes
-        ),
-        None,
-    )
-    if absent is not None:
-        return f"{node.op_type} without {absent}"
+    for name, attribute in schema.attributes.items():
+        if attribute.required and name not in node.attributes:
+            return f"{node.op_type} without {name}"
     if not schema.min_input <= len(node.inputs) <= schema.max_input:
         return f"{node.op_type} of {len(node.inputs)} inputs"
-    # further ones are of the kind of the last
+    return _input_misfit(node, schema)
+
+
+def _input_misfit(node: ir.Node, schema: Any) -> str:
+    """The first input that is absent or of a type that the schema does not support; or empty."""
+    # Further inputs are variadic: they have the type of the last formal one.
     for formal, value in zip(schema.inputs, node.inputs, strict=False):
         if value is None:
             if formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
                 return f"{node.op_type} without {formal.name}"
-        elif (
-            isinstance(value.type, ir.TensorType)
-            and f"tensor({value.type.dtype.name.lower()})" not in formal.types
-        ):
-            return f"{node.op_type} of {value.type.dtype.name}"
+        elif isinstance(value.type, ir.TensorType):
+            dtype = value.type.dtype.name
+            if f"tensor({dtype.lower()})" not in formal.types:
+                return f"{node.op_type} of {dtype}"
     return ""
 
 
@@ -254,18 +280,20 @@ def misfit(node: ir.Node, version: int) -> str:
 def _defaults(
     op_type: str, version: int, domain: str
 ) -> Mapping[str, tuple[ir.AttributeType, Any]]:
+    """Attribute → type and value of its default."""
     schema = _schema(op_type, version, domain)
-    known = {} if schema is None else schema.attributes
-    read = {
-        name: ir.from_proto(each.default_value)
-        for name, each in known.items()
-        if each.default_value.name
-    }
-    return {name: (attribute.type, attribute.value) for name, attribute in read.items()}
+    if schema is None:
+        return {}
+    defaults = {}
+    for name, attribute in schema.attributes.items():
+        if attribute.default_value.name:
+            default = ir.from_proto(attribute.default_value)
+            defaults[name] = (default.type, default.value)
+    return defaults
 
 
 def _node_proto(node: Operation, inputs: Sequence[Fact | None]) -> onnx.NodeProto:
-    """The node alone, with inputs and outputs named by their positions; a subgraph is left out."""
+    """The node alone, with inputs and outputs named by index, without its subgraphs."""
     proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
     proto.input.extend("" if known is None else f"i{place}" for place, known in enumerate(inputs))
     proto.output.extend(
@@ -281,19 +309,27 @@ def _node_proto(node: Operation, inputs: Sequence[Fact | None]) -> onnx.NodeProt
 def _schema(op_type: str, version: int, domain: str) -> Any:
     try:
         return onnx.defs.get_schema(op_type, version, domain)
-    except (onnx.defs.SchemaError, TypeError):  # the version in the file may be no 32-bit number
+    # The version in the file may not be a 32-bit number.
+    except (onnx.defs.SchemaError, TypeError):
         return None
 
 
 def _type_proto(kind: ir.TypeProtocol, shape: Dims | None, names: dict[str, Dim]) -> onnx.TypeProto:
+    """A type with a shape; the names of its open sizes are added to ``names``."""
     if not isinstance(kind, ir.TensorType):
         return ir.serde.serialize_type(kind)
-    names.update((str(dim), dim) for dim in shape or () if isinstance(dim, Size))
-    sizes = None if shape is None else [dim if isinstance(dim, int) else str(dim) for dim in shape]
+    sizes: list[int | str] | None = None
+    if shape is not None:
+        sizes = []
+        for dim in shape:
+            if isinstance(dim, Size):
+                names[str(dim)] = dim
+            sizes.append(dim if isinstance(dim, int) else str(dim))
     return onnx.helper.make_tensor_type_proto(int(kind.dtype), sizes)
 
 
 def _read(proto: onnx.TypeProto | None, names: Mapping[str, Dim]) -> Result:
+    """Type and shape of an inferred type, with sizes for the ``names`` in it."""
     if proto is None or not proto.WhichOneof("value"):
         return None, None
     if not proto.HasField("tensor_type"):
@@ -303,9 +339,11 @@ def _read(proto: onnx.TypeProto | None, names: Mapping[str, Dim]) -> Result:
     if not tensor.HasField("shape"):
         return kind, None
     dims: list[Dim | None] | None = unknown_dims(len(tensor.shape.dim))
-    for place, dim in enumerate(tensor.shape.dim if dims is not None else ()):
+    if dims is None:
+        return kind, None
+    for axis, dim in enumerate(tensor.shape.dim):
         if dim.HasField("dim_value"):
-            dims[place] = dim.dim_value if 0 <= dim.dim_value <= LARGEST else None  # type: ignore[index]
+            dims[axis] = dim.dim_value if 0 <= dim.dim_value <= LARGEST else None
         elif dim.dim_param:
-            dims[place] = names.get(dim.dim_param)  # type: ignore[index]
+            dims[axis] = names.get(dim.dim_param)
     return kind, dims

@@ -1,7 +1,7 @@
 """Sizes of tensors as polynomials of the model's free dimensions, such as ``batch * sequence + 1``.
 
-A file can multiply sizes as often as it likes. A polynomial that gets too long to work with becomes
-one new symbol: less is known of it then, and nothing that is wrong.
+A file can multiply sizes without limit. A polynomial that grows too long is replaced with one new
+symbol: less is known of the size then, but nothing wrong.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import TypeAlias
 from htp_export.format.bounds import LARGEST
 
 _MOST_FACTORS = 256
-"""Names and factors in one polynomial."""
+"""The most names and factors of one polynomial; a longer one becomes a symbol."""
 
 _LONGEST = 500
-"""Characters in the name of a symbol; a longer one, as of an expression, is replaced by a digest."""
+"""The most characters of a symbol's name; a longer one, as of an expression, becomes a digest."""
 
 _UNNAMED = "?"
-"""What the names of dimensions begin with that the file gives no name."""
+"""Prefix of the symbol of a dimension that has no name in the file."""
 
 _Monomial: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A polynomial of free dimensions, none of which is negative; what is constant is an ``int`` instead.
+    """A polynomial of non-negative open dimensions; a constant size is an ``int`` instead.
 
-    Its terms are products of dimensions, by name in order, each with its factor; sorted, no factor
-    is 0.
+    Its terms are sorted. Each is a product of dimensions, by name in order, and its factor, which
+    is not 0.
     """
 
     terms: tuple[tuple[_Monomial, int], ...]
@@ -58,22 +58,22 @@ class Size:
 
     def __str__(self) -> str:
         written = []
-        for names, factor in (
-            *(term for term in self.terms if term[0]),
-            *(term for term in self.terms if not term[0]),
-        ):
+        # The constant term comes last.
+        for names, factor in sorted(self.terms, key=lambda term: not term[0]):
             parts = [*names] if factor == 1 and names else [str(factor), *names]
-            written.append("*".join(map(_in_parentheses, parts) if len(parts) > 1 else parts))
+            if len(parts) > 1:
+                parts = [_in_parentheses(part) for part in parts]
+            written.append("*".join(parts))
         return " + ".join(written)
 
     @property
     def names(self) -> set[str]:
-        """The symbols that it is made of."""
+        """The symbols of the polynomial."""
         return {name for names, _ in self.terms for name in names}
 
     @property
     def least(self) -> int | None:
-        """A bound that it is never below; None where there is none."""
+        """A lower bound of the size; None if there is none."""
         if any(factor < 0 for names, factor in self.terms if names):
             return None
         return dict(self.terms).get((), 0)
@@ -84,7 +84,7 @@ Dim: TypeAlias = int | Size
 
 
 def symbol(name: str) -> Size:
-    """A free dimension.
+    """An open dimension.
 
     Examples:
         >>> batch, length = symbol("batch"), symbol("length")
@@ -97,17 +97,17 @@ def symbol(name: str) -> Size:
 
 
 def unnamed(name: str, place: int) -> Size:
-    """A free dimension that the file gives no name: one of the tensor of this name."""
+    """An open dimension without a name in the file: axis ``place`` of the tensor ``name``."""
     return symbol(f"{_UNNAMED}{name}#{place}")
 
 
 def is_unnamed(dim: Dim) -> bool:
-    """Whether a size is, or is computed from, a dimension that the file gives no name."""
+    """Whether a size is, or is computed from, a dimension without a name in the file."""
     return isinstance(dim, Size) and any(_UNNAMED in name for name in dim.names)
 
 
 def product(dims: Iterable[Dim]) -> Dim:
-    """The product of dimensions: the number of elements of a shape."""
+    """The product of dimensions, such as the number of elements of a shape."""
     result: Dim = 1
     for dim in dims:
         result = dim * result
@@ -115,7 +115,7 @@ def product(dims: Iterable[Dim]) -> Dim:
 
 
 def equal(first: Dim, second: Dim) -> bool | None:
-    """Whether two sizes are equal for all, or for no, values of the free dimensions; None where it depends.
+    """Whether two sizes are equal for all, or for no, open dimensions; None if it depends on them.
 
     Examples:
         >>> n = symbol("n")
@@ -125,11 +125,13 @@ def equal(first: Dim, second: Dim) -> bool | None:
     difference = first - second
     if difference == 0:
         return True
-    return False if is_natural(difference - 1) or is_natural(-1 - difference) else None
+    if is_natural(difference - 1) or is_natural(-1 - difference):
+        return False
+    return None
 
 
 def divide(dividend: Dim, divisor: Dim) -> Dim:
-    """The quotient, rounded down; equal divisions that do not come out even give the same new symbol.
+    """The quotient, rounded down; an uneven quotient is a symbol, the same for equal divisions.
 
     Raises:
         ZeroDivisionError: If the divisor is 0.
@@ -146,7 +148,8 @@ def divide(dividend: Dim, divisor: Dim) -> Dim:
     even = _divide_evenly(dividend, divisor)
     if even is not None:
         return even
-    common = math.gcd(*(factor for dim in (dividend, divisor) for _, factor in _terms(dim)))
+    factors = [factor for dim in (dividend, divisor) for _, factor in _terms(dim)]
+    common = math.gcd(*factors)
     above, below = (
         _in_parentheses(str(_divide_evenly(dim, common))) for dim in (dividend, divisor)
     )
@@ -154,17 +157,19 @@ def divide(dividend: Dim, divisor: Dim) -> Dim:
 
 
 def smaller_of(limit: Dim, size: Dim) -> Dim:
-    """The smaller of two sizes of which it is not known which one that is: an expression as SymPy reads it.
+    """The smaller of two sizes, as an expression in SymPy's syntax, because it is not known which.
 
     Examples:
         >>> str(smaller_of(512, symbol("length")))
         'Min(512, length)'
     """
-    return 0 if 0 in (limit, size) else symbol(f"Min({limit}, {size})")
+    if 0 in (limit, size):
+        return 0
+    return symbol(f"Min({limit}, {size})")
 
 
 def not_negative(size: Dim) -> Dim:
-    """A size, and 0 where it would be negative, as an expression where that is not known.
+    """The larger of a size and 0, as an expression if it is not known whether it is negative.
 
     Examples:
         >>> not_negative(-2), str(not_negative(symbol("length") - 1)), str(not_negative(symbol("length")))
@@ -176,22 +181,26 @@ def not_negative(size: Dim) -> Dim:
 
 
 def is_natural(size: Dim) -> bool:
-    """Whether a size is certain not to be negative."""
+    """Whether a size is certainly not negative."""
     least = size.least if isinstance(size, Size) else size
     return least is not None and least >= 0
 
 
 def is_smaller_of(size: Dim, limited: Dim) -> bool:
-    """Whether a size is the smaller of another one and a number, as of `smaller_of`."""
-    text, end = str(size), f", {limited})"
+    """Whether a size is ``smaller_of(number, limited)``."""
+    text = str(size)
+    end = f", {limited})"
     return text.startswith("Min(") and text.endswith(end) and text[4 : -len(end)].isdecimal()
 
 
 def _terms(dim: Dim) -> Iterable[tuple[_Monomial, int]]:
-    return [((), dim)] if isinstance(dim, int) else dim.terms
+    if not isinstance(dim, int):
+        return dim.terms
+    return [((), dim)]
 
 
 def _divide_evenly(dividend: Dim, divisor: Dim) -> Dim | None:
+    """The quotient of a division without a remainder; None if there is one."""
     term = ((), divisor) if isinstance(divisor, int) else divisor.terms[0]
     if isinstance(divisor, Size) and len(divisor.terms) > 1:
         return 1 if dividend == divisor else None
@@ -205,40 +214,43 @@ def _divide_evenly(dividend: Dim, divisor: Dim) -> Dim | None:
         if factor % term[1]:
             return None
         quotient[tuple(rest)] = factor // term[1]
-    return _made(quotient)
+    return _simplified(quotient)
 
 
-def _made(terms: dict[_Monomial, int]) -> Dim:
+def _simplified(terms: dict[_Monomial, int]) -> Dim:
+    """A polynomial without zero terms; a number if it is constant, a symbol if it is long."""
     left = {names: factor for names, factor in terms.items() if factor}
     if not left:
         return 0
     if len(left) == 1 and () in left:
         return left[()]
     size = Size(tuple(sorted(left.items())))
-    long = (
-        sum(len(names) + 1 for names in left) > _MOST_FACTORS
-        or max(map(abs, left.values())) > LARGEST
-    )
-    return symbol(str(size)) if long else size
+    count = sum(len(names) + 1 for names in left)
+    largest = max(map(abs, left.values()))
+    if count > _MOST_FACTORS or largest > LARGEST:
+        return symbol(str(size))
+    return size
 
 
 def _in_parentheses(text: str) -> str:
-    return text if text.isidentifier() or text.lstrip("-").isdecimal() else f"({text})"
+    if text.isidentifier() or text.lstrip("-").isdecimal():
+        return text
+    return f"({text})"
 
 
 @lru_cache(maxsize=4096)
 def _combine(first: Size, second: Dim, sign: int) -> Dim:
     terms = dict(first.terms)
-    for names, factor in [((), second)] if isinstance(second, int) else second.terms:
+    for names, factor in _terms(second):
         terms[names] = terms.get(names, 0) + sign * factor
-    return _made(terms)
+    return _simplified(terms)
 
 
 @lru_cache(maxsize=4096)
 def _multiply(first: Size, second: Dim) -> Dim:
     terms: dict[_Monomial, int] = {}
     for names, factor in first.terms:
-        for more, times in [((), second)] if isinstance(second, int) else second.terms:
+        for more, times in _terms(second):
             merged = tuple(sorted((*names, *more)))
             terms[merged] = terms.get(merged, 0) + factor * times
-    return _made(terms)
+    return _simplified(terms)

@@ -1,8 +1,8 @@
-"""Shapes of all tensors of a model, and contents of small integer ones: in terms of its open dimensions, or in numbers.
+"""Shapes of all tensors of a model, and small integer contents, in open dimensions or in numbers.
 
-ONNX's own shape inference knows numbers and names; what TorchScript exports compute of sizes
-(``Shape``, ``Gather``, ``Mul``, ``Concat``, …) needs sums and products of names, and what small
-tensors hold.
+ONNX's own shape inference knows numbers and names. TorchScript exports compute sizes in the graph
+(``Shape``, ``Gather``, ``Mul``, ``Concat``, …): this needs sums and products of names, and the
+contents of small tensors.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from htp_export.shapes.sizes import is_unnamed, product
 
 
 class Symbolic(Inference):
-    """What is known of the tensors of one graph, and of the subgraphs in it.
+    """Types, shapes and small contents of the tensors of one graph and its subgraphs.
 
-    It is made of the graph as it is. A tensor that a pass adds is looked at when it is first asked
-    for. What cannot be inferred is not known; no error is raised for it.
+    They describe the graph at the time of the call. A tensor that a pass adds later is looked up
+    when it is first needed. Anything that cannot be inferred is unknown, and raises no error.
 
     Args:
         graph: A graph of a model, in topological order.
-        opsets: Domain → version, where the graph does not say it, as a subgraph.
+        opsets: Domain → version, for a subgraph, which has no opset imports of its own.
         functions: The functions of the model.
-        sizes: Name of an open dimension → size, for those that are to be numbers.
-        shapes: Input name → shape, for inputs that are to have another one than the graph says.
+        sizes: Open dimension → number that replaces it.
+        shapes: Input name → shape that replaces the shape in the graph.
 
     Examples:
         >>> import onnx_ir as ir
@@ -58,38 +58,39 @@ class Symbolic(Inference):
         self.walk(graph)
 
     def described(self, value: ir.Value) -> ir.Value:
-        """A value of the same name with the type and shape that are known: what the file says, completed."""
-        kind = (
-            value.type
-            if value.type is not None and value.dtype != ir.DataType.UNDEFINED
-            else self.type(value)
-        )
-        shape = self.shape(value) if kind is None or isinstance(kind, ir.TensorType) else None
-        return ir.Value(
-            name=value.name, type=kind, shape=None if shape is None else written_shape(shape)
-        )
+        """A value of the same name with the type and shape in the file, completed by inference."""
+        is_typed = value.type is not None and value.dtype != ir.DataType.UNDEFINED
+        kind = value.type if is_typed else self.type(value)
+        shape = None
+        if kind is None or isinstance(kind, ir.TensorType):
+            shape = self.shape(value)
+        written = None if shape is None else written_shape(shape)
+        return ir.Value(name=value.name, type=kind, shape=written)
 
     def bytes_of(self, value: ir.Value) -> int | None:
-        """The size of a tensor; None where it is not known as a number, and for texts."""
-        shape, dtype = self.shape(value), self.dtype(value)
-        elements = None if shape is None else product(shape)
-        if not isinstance(elements, int) or dtype in (
-            None,
-            ir.DataType.STRING,
-            ir.DataType.UNDEFINED,
-        ):
+        """The bytes of a tensor; None if its size is not a number, and for strings."""
+        shape = self.shape(value)
+        dtype = self.dtype(value)
+        if shape is None or dtype in (None, ir.DataType.STRING, ir.DataType.UNDEFINED):
+            return None
+        elements = product(shape)
+        if not isinstance(elements, int):
             return None
         return math.ceil(elements * dtype.itemsize)
 
 
 def written_shape(shape: Shape) -> ir.Shape:
-    """A shape as a file has it: numbers, names, expressions of names, and nothing for what is not known.
+    """A shape as a file holds it: numbers, names, expressions of names, and None for unknown ones.
 
     Examples:
         >>> from htp_export.shapes.sizes import symbol, unnamed
         >>> print(written_shape((symbol("batch") * 2, 3, unnamed("x", 0))))
         [2*batch,3,None]
     """
-    return ir.Shape(
-        [dim if isinstance(dim, int) else None if is_unnamed(dim) else str(dim) for dim in shape]
-    )
+    dims: list[int | str | None] = []
+    for dim in shape:
+        if isinstance(dim, int):
+            dims.append(dim)
+        else:
+            dims.append(None if is_unnamed(dim) else str(dim))
+    return ir.Shape(dims)

@@ -14,21 +14,20 @@ __all__ = ["write_stages"]
 
 _WHOLE_NUMBERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
 _TYPES = frozenset(("FLOAT", "FLOAT16", "DOUBLE", "BOOL", "STRING", *_WHOLE_NUMBERS))
-"""What ONNX Runtime gives as numpy arrays, which Ray sends."""
+"""Types that ONNX Runtime returns as numpy arrays, which Ray can send."""
 
 
 def write_stages(partition: Partition, folder: Path) -> Partition:
     """Write ``serve_app.py`` and ``serve.yaml`` into the folder of written stages.
 
     The program is the same for every model: it reads the manifest. The configuration has a
-    deployment for each stage, to say how many replicas it has, what each needs, and how often it is
-    checked.
+    deployment for each stage: its replicas, their resources, and the period of health checks.
 
     Returns:
-        The stages as they are.
+        The unchanged stages.
 
     Raises:
-        InputError: If a tensor that crosses has a type that numpy does not have.
+        InputError: A tensor between stages has a type that numpy does not have.
     """
     for number, stage in enumerate(partition.stages):
         for name, tensor in (*stage.inputs.items(), *stage.outputs.items()):
@@ -45,6 +44,7 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
 
 
 def _configuration(stages: int) -> str:
+    """The text of ``serve.yaml``."""
     listed = [{"name": name, **options} for name, options in deployments(stages).items()]
     application = {
         "name": "stages",
@@ -53,6 +53,5 @@ def _configuration(stages: int) -> str:
         "args": {},
     }
     content = {"applications": [{**application, "deployments": listed}]}
-    return (
-        f"# Start in this folder: serve run serve.yaml\n{yaml.safe_dump(content, sort_keys=False)}"
-    )
+    text = yaml.safe_dump(content, sort_keys=False)
+    return f"# Start in this folder: serve run serve.yaml\n{text}"

@@ -255,8 +255,8 @@ def test_formulas_of_the_caller_count_what_has_none_and_go_before_the_others():
     ("formulas", "message"),
     [
         ({"MatMul": lambda step: htp_export.Work()}, "no pair of domain and operator"),
-        ({("", "MatMul"): 3}, "no function"),
-        ({("", "MatMul"): lambda step: 64}, "gives 64; give htp_export.Work"),
+        ({("", "MatMul"): 3}, "not a function"),
+        ({("", "MatMul"): lambda step: 64}, "returned 64; return htp_export.Work"),
     ],
 )
 def test_formulas_that_cannot_be_used_are_refused(formulas, message):

@@ -193,7 +193,7 @@ def opset(model: ir.Model, version: int) -> ir.Model:
             untagged(["Abs"], [2, 4], ir.DataType.INT64),
             "type INT64, and the module FLOAT",
         ),
-        ("layer.0.fc", handmade.branching(), "takes x, and the replacement x, condition"),
+        ("layer.0.fc", handmade.branching(), "has the inputs x, and the replacement x, condition"),
         ("layer.0.fc", opset(untagged(["Abs"], [2, 4]), 17), "uses opset 17"),
         ("dropout", untagged(["Abs"], [2, 4]), "gives back what it is given"),
     ],

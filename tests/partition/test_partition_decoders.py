@@ -118,7 +118,7 @@ def test_a_broken_genai_configuration_is_refused(content, message, tmp_path):
 
 
 def test_a_model_without_a_file_needs_a_genai_configuration(tmp_path):
-    with pytest.raises(InputError, match="give genai_config"):
+    with pytest.raises(InputError, match="genai_config is required for an in-memory model"):
         htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="genai")
 
 

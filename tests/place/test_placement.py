@@ -210,7 +210,7 @@ def quiet() -> onnxruntime.SessionOptions:
         ({"blocks": "gpu(a)"}, {}, "no device"),
         ({"blocks": 3}, {}, "no device 3"),
         ({}, {}, "no rules"),
-        ({"blocks": "cpu"}, {"gpu": "1 MB"}, "no rule gives modules to it"),
+        ({"blocks": "cpu"}, {"gpu": "1 MB"}, "no rule assigns modules to it"),
         ({"blocks": "gpu"}, {"cpu": "1 MB"}, "no budget for cpu"),
         ({"blocks": "gpu"}, {"gpu": -1}, "-1 is no size"),
         ({}, {"gpu": "1 MB", "npu": "1 MB"}, "or one budget"),

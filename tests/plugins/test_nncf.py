@@ -368,7 +368,7 @@ def test_without_the_extra_the_command_that_installs_it_is_said(net, monkeypatch
         (INT8 | {"awq": True}, "has no field 'awq'; the method 'static' of nncf has"),
         (
             {"precision": "int8-weights", "engine": "nncf", "scale_estimation": True},
-            "scale_estimation is of int4",
+            "scale_estimation is for int4 only",
         ),
         (
             {"precision": "int4", "awq": True},

@@ -314,8 +314,8 @@ ROW = [[1, 2.5, 3, 4]] * 2
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"[1", "the body is no JSON"),
-        (b"[" * 100_000, "the body is no JSON"),
+        (b"[1", "the body is not JSON"),
+        (b"[" * 100_000, "the body is not JSON"),
         (b"[]", "no object with the inputs of the model: ids, input"),
         ({"input": ROW}, "no object with the inputs of the model: ids, input"),
         (
@@ -362,7 +362,7 @@ def test_ray_program_refuses_a_body_that_is_no_input_with_a_sentence(body, messa
         (lambda m: m.update({"htp.partition": "2"}), "'htp.partition' is not '1'"),
         (lambda m: m.pop("stages"), "no 'stages'"),
         (lambda m: m.update(stages=7), "not iterable"),
-        (lambda m: m["stages"][0].update(file=7), "7 is no text"),
+        (lambda m: m["stages"][0].update(file=7), "7 is not a string"),
         (lambda m: m["stages"][0].update(session_config=[]), "no attribute 'items'"),
         (
             lambda m: m["stages"][0].update(session_config={"session.profile_file": "x"}),
@@ -370,9 +370,9 @@ def test_ray_program_refuses_a_body_that_is_no_input_with_a_sentence(body, messa
         ),
         (
             lambda m: m["stages"][1]["inputs"][0].update(stage=1),
-            "1 is no number of a stage before it",
+            "1 is not the number of a stage before it",
         ),
-        (lambda m: m["outputs"][0].update(stage=-1), "-1 is no number of a stage before it"),
+        (lambda m: m["outputs"][0].update(stage=-1), "-1 is not the number of a stage before it"),
         (lambda m: m["inputs"][0].update(shape=1), "not iterable"),
     ],
 )

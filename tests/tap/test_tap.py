@@ -239,7 +239,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"h": ["act:out", "two#0:in"]}, {"concat": 0}, "tensors differ in axis 1 too"),
     ({"h": ["act:out", ".:in[scale]"]}, {"concat": 0}, "of different type or rank"),
     ({"h": ["act:out", "act:in"]}, {"concat": 2}, "concat 2: the tensors of 'h' have 2 axes"),
-    (["act:out"], {"concat": 0}, "give name → places"),
+    (["act:out"], {"concat": 0}, "give a mapping from names to places"),
     ("idle:out", {}, "module 'idle' has no such output; it has: none, as it never ran"),
     ({}, {}, "no place is given"),
     ("act:out, !act", {}, "excludes every tensor"),
@@ -290,7 +290,7 @@ def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path)
     for place in ("one:out", "one.0:out"):
         with pytest.raises(
             InputError,
-            match=r"the same tensor for two:out, two\.0:out, and cannot add to one alone",
+            match=r"the same tensor for two:out, two\.0:out, and cannot add to only one",
         ):
             htp_export.steer(merged, place)
 

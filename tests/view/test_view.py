@@ -522,7 +522,7 @@ def test_a_pytorch_model_is_measured_if_it_exports():
     data = page_data_of(shown.html)
     assert {"total_ms", "peak_bytes"} <= {entry["key"] for entry in data["measures"]}
     assert data["offer"] == data["file"] == ""  # there is no file to name
-    with pytest.raises(InputError, match="times are those of an ONNX model"):
+    with pytest.raises(InputError, match="times need an ONNX model"):
         htp_export.view(
             Inspected(handmade.encoder(), "torch.export"), measure="time", explorer=False
         )

@@ -1,1 +1,1 @@
-"""`cost` and `tree`: the commands that print what a model costs."""
+"""`cost` and `tree`: commands that print the cost of a model."""

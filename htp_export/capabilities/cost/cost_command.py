@@ -40,13 +40,12 @@ def cost_command(
     columns: Annotated[
         list[str] | None, f"By comma, of {', '.join(names_of(COST_COLUMNS))}."
     ] = None,
-    fused: Annotated[bool, "What fusing each module would save: an estimate."] = False,
+    fused: Annotated[bool, "Estimated savings by fusing each module."] = False,
     nodes: Annotated[bool, "With --csv, a line for each node."] = False,
 ) -> None:
-    """Count the parameters, FLOPs and bytes of every module.
+    """Count the parameters, FLOPs, bytes and peak memory of every module.
 
-    The peak memory, too. Of an ONNX file, which is not run, or of a PyTorch model, which need not
-    export to ONNX.
+    The model is an ONNX file, which is not run, or a PyTorch model, which need not be exportable.
     """
     from htp_export.costs.costing import cost
     from htp_export.costs.drawing import modules_csv, nodes_csv, render_cost
@@ -61,12 +60,14 @@ def cost_command(
         report = cost(tagged, **given)
     rows = [report.modules[path] for path in visible(tagged, table.depth, table.select or None)]
     names = split_names(columns) or (list(FUSED) if fused else None)
+
+    def csv() -> str:
+        if nodes:
+            return nodes_csv(report.nodes)
+        return modules_csv(report, rows, names or names_of(COST_COLUMNS), table.sort)
+
     table.report(
         {**looked.facts, **report.to_dict()},
-        lambda: (
-            nodes_csv(report.nodes)
-            if nodes
-            else modules_csv(report, rows, names or names_of(COST_COLUMNS), table.sort)
-        ),
+        csv,
         lambda: render_cost(report, rows, fold=table.fold, columns=names, sort=table.sort),
     )

@@ -33,13 +33,13 @@ def tree_command(
     ] = None,
     data: DataOption = None,
     dims: DimsOption = None,
-    profile: Annotated[Path | None, "Times: what profile --json wrote."] = None,
-    verify: Annotated[Path | None, "Errors: what verify or compare --json wrote."] = None,
+    profile: Annotated[Path | None, "Times: the output of profile --json."] = None,
+    verify: Annotated[Path | None, "Errors: the output of verify or compare --json."] = None,
 ) -> None:
     """Show the module tree: classes, nodes, parameters, FLOPs.
 
-    Of an ONNX file, or of a PyTorch model, which need not export to ONNX.
-    Times and errors, too, where the results of profile, verify or compare are given.
+    The model is an ONNX file, or a PyTorch model, which need not be exportable. Times and errors
+    come from results of profile, verify or compare.
     """
     from htp_export.costs.drawing import modules_csv, render, usual_columns
     from htp_export.costs.result import tree_rows
@@ -61,7 +61,7 @@ def tree_command(
 
 
 def _cost(tagged: TaggedModel, given: Mapping[str, Any]) -> tuple[Cost | None, str]:
-    """What the model costs; else why that is not known."""
+    """The cost of the model; or the reason why it is unknown."""
     from htp_export.costs.costing import cost
 
     try:
@@ -76,10 +76,10 @@ _WRONG = ("differs", "inherits")
 
 
 def read_measured(profile: Path | None, verify: Path | None) -> dict[str, dict[str, Any]]:
-    """Module path → its measurements, from the JSON of ``profile``, and of ``verify`` or ``compare``.
+    """Module path → measurements, from the JSON of ``profile``, and ``verify`` or ``compare``.
 
     Raises:
-        FileError: If a file cannot be read, or was written by something else.
+        FileError: A file cannot be read, or has other contents.
     """
     measured: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for path, entry in _modules(profile, "total_ms").items():
@@ -97,6 +97,7 @@ def read_measured(profile: Path | None, verify: Path | None) -> dict[str, dict[s
 
 
 def _modules(path: Path | None, needed: str) -> Mapping[str, Mapping[str, Any]]:
+    """The rows by module of a JSON result, of which some have the key ``needed``."""
     if path is None:
         return {}
     data = read_json(path)
@@ -108,12 +109,12 @@ def _modules(path: Path | None, needed: str) -> Mapping[str, Mapping[str, Any]]:
             path, "has no results by module; write it with --json of profile, verify or compare"
         )
     if modules and not any(needed in entry for entry in modules.values()):
-        raise FileError(path, f"says {needed!r} of no module; is it the JSON of another command?")
+        raise FileError(path, f"has {needed!r} for no module; is it the JSON of another command?")
     return modules
 
 
 def _number(value: Any) -> float | None:
-    """A number; NaN and infinity are written as words."""
+    """A number; NaN and infinity are words in JSON."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

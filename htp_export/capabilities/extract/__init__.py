@@ -1,1 +1,1 @@
-"""``extract`` and ``splice``: one module of a file as a model of its own, and a model in its place."""
+"""``extract`` and ``splice``: a module of a file as its own model, and a model in its place."""

@@ -19,7 +19,7 @@ def extract_command(
     module: ModuleArgument,
     output: NewOutputOption,
     call: Annotated[
-        int, typer.Option(min=0, help="Which call of a module that ran several times.")
+        int, typer.Option(min=0, help="The number of the call, of a module that ran several times.")
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:

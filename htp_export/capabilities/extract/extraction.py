@@ -1,4 +1,4 @@
-"""One module of a file as a model of its own, and a model in the place of one module."""
+"""`extract`: one module of a file as a model of its own; `splice`: a model in place of a module."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Extraction(HoldsModel):
         inputs: Input → its type and shape, ``"FLOAT[1, 16, 768]"``.
         outputs: Output → its type and shape.
         nodes: Number of nodes.
-        outside: Inputs that are no argument of ``forward``: tensors computed outside of the module.
+        outside: Inputs that are not arguments of ``forward``: tensors computed outside the module.
         file: The file that was written; None if there is none.
     """
 
@@ -57,11 +57,10 @@ class Extraction(HoldsModel):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The inputs and outputs, a line each."""
-        sides = (("in ", self.inputs), ("out", self.outputs))
-        return tuple(
-            f"  {side}  {name}: {kind}" for side, ends in sides for name, kind in ends.items()
-        )
+        """The inputs and outputs, one line each."""
+        lines = [f"  in   {name}: {kind}" for name, kind in self.inputs.items()]
+        lines += [f"  out  {name}: {kind}" for name, kind in self.outputs.items()]
+        return tuple(lines)
 
 
 @names_model_faults("model")
@@ -70,12 +69,11 @@ def extract(
 ) -> Extraction:
     """Extract one module as a valid model of its own.
 
-    Its inputs are the arguments of the module's ``forward``, under their names, as far as they are
-    needed; other tensors that are computed outside become inputs under their names in the file.
-    Sizes are read from its own inputs; dynamic dimensions stay dynamic. It has the initializers
-    that it needs, and keeps opset, functions, tags, and its part of the module tree under the same
-    paths. Inputs of the model with a default value, such as those of `lora.insert`, stay such
-    inputs.
+    Its inputs are the arguments of the module's ``forward`` that are used, under their names; other
+    tensors that are computed outside become inputs under their names in the file. Sizes are computed
+    from its own inputs; dynamic dimensions stay dynamic. It has the initializers that it needs, and
+    keeps opset, functions, tags, and its part of the module tree under the same paths. Inputs of
+    the model with a default value, such as adapters of `lora.insert`, remain inputs with that value.
 
     Thread-safe, also for calls on the same model.
 
@@ -108,18 +106,25 @@ def extract(
     tagged = read_flat(model, others=False)
     part = Cutter(tagged).cut(path, call)
     extracted = cut_model(tagged, part)
-    ends = (extracted.graph.inputs, extracted.graph.outputs)
-    inputs, outputs = (
-        {str(value.name): type_and_shape(value) for value in values} for values in ends
-    )
+    inputs = {str(value.name): type_and_shape(value) for value in extracted.graph.inputs}
+    outputs = {str(value.name): type_and_shape(value) for value in extracted.graph.outputs}
     signature = tagged.signature(part.path, call)
     arguments = signature.inputs if signature is not None else ()
-    outside = tuple(name for name in part.inputs if name not in arguments) if part.path else ()
+    outside = tuple[str, ...]()
+    if part.path:
+        outside = tuple(name for name in part.inputs if name not in arguments)
     if output is not None:
         write_model(extracted, output, True if has_external_data(extracted) else None)
-    nodes = sum(1 for _ in extracted.graph.all_nodes())
-    file = None if output is None else Path(output)
-    return Extraction(extracted, part.path, call, inputs, outputs, nodes, outside, file)
+    return Extraction(
+        model=extracted,
+        path=part.path,
+        call=call,
+        inputs=inputs,
+        outputs=outputs,
+        nodes=sum(1 for _ in extracted.graph.all_nodes()),
+        outside=outside,
+        file=None if output is None else Path(output),
+    )
 
 
 @dataclass(frozen=True)
@@ -161,14 +166,14 @@ def splice(
     call: int | None = None,
     share_weights: bool = False,
 ) -> Splice:
-    """Replace a module by another model, such as a quantized or rewritten one.
+    """Replace a module with another model, such as a quantized or rewritten one.
 
-    The replacement needs the inputs of the module as ``extract`` names them, or as many in the same
-    order under other names; unused ones may be missing. It must return the module's outputs, in
-    order. Inputs that the module returns unchanged, and constants, are not replaced. Types must be
-    equal, and dimensions if both are known. Names in the replacement that are already used are
-    changed. Inputs of the replacement with a default value are those of their name in the model, or
-    become inputs of it.
+    The replacement needs the inputs of the module under the names of ``extract``, or
+    as many under other names in the same order; unused ones may be missing. It must return the
+    module's outputs, in order. Inputs that the module returns unchanged, and constants, are not
+    replaced. Types must be equal, and dimensions if both are known. Names in the replacement that
+    are already used are changed. Inputs of the replacement with a default value are merged with
+    inputs of the same name in the model, or become inputs of it.
 
     Thread-safe, also for calls on the same model.
 
@@ -199,12 +204,12 @@ def splice(
         ['Gemm', 'Sigmoid']
     """
     check_target(output)
-    source, copied = read_flat(model, others=False), load(replacement)
+    source = read_flat(model, others=False)
+    copied = load(replacement)
     if copied.model is source.model:
-        raise InputError(
-            "a model cannot be put into itself; give a replacement that was cut out of it"
-        )
-    changed, path = source.clone(), source[path].path
+        raise InputError("a model cannot replace a module of itself; extract the replacement first")
+    changed = source.clone()
+    path = source[path].path
     before = sum(1 for _ in changed.model.graph.all_nodes())
     calls = _outermost(changed, path) if call is None else (call,)
     cutter = Cutter(changed)
@@ -223,86 +228,95 @@ def splice(
 
 
 def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) -> Graft:
-    """Take the parts out of the model and put copies of the replacement there; the last of these."""
+    """Replace the parts of the model with copies of the replacement; return the last copy."""
     path = parts[0].path
     calls = SplicedCalls(changed, copied, path, [part.call for part in parts])
-    now = {
-        old: _loosen(changed.model.graph, old, part)
-        for part in parts
-        for old in part.outputs.values()
-        if _is_own(changed, part, old)
-    }
-    made = dict.fromkeys(node for part in parts for node in (*part.nodes, *part.size_nodes))
     optional = [value for value in parts[0].initializers if value.is_graph_input()]
-    remove_unused([value for node in made for value in node.outputs], made)
-    names = Names(changed.model)
-    for old in now:
-        producer = old.producer()
-        # other modules share what it was made for
-        if producer is not None and producer.graph is not None:
-            old.name = names.tensors.unused(f"{old.name}.shared")
+    # Original result → its placeholder, and then its replacement.
+    current = _remove_parts(changed, parts)
     for node in changed.nodes:
-        if node.graph is not None and changed.owners_of(node):
-            tags.write_calls(node.metadata_props, calls.encode_calls(node, changed.owners_of(node)))
+        owners = changed.owners_of(node)
+        if node.graph is not None and owners:
+            tags.write_calls(node.metadata_props, calls.encode_calls(node, owners))
     weights = {weight_key(value): value for value in changed.model.graph.initializers.values()}
     for part in parts:
         graft = Graft(changed.model, copied, path, part.call, calls, weights)
-        inputs = [now.get(old, old) for old in part.inputs.values()]
+        inputs = [current.get(old, old) for old in part.inputs.values()]
         results = graft.insert(
             _matched(list(part.inputs), inputs, graft.inputs),
-            [now.get(old) for old in part.outputs.values()],
+            [current.get(old) for old in part.outputs.values()],
         )
-        now.update(
-            (old, new)
-            for old, new in zip(part.outputs.values(), results, strict=True)
-            if old in now
-        )
-    _remove_unread(changed.model.graph, optional)
+        for old, new in zip(part.outputs.values(), results, strict=True):
+            if old in current:
+                current[old] = new
+    _remove_unused_inputs(changed.model.graph, optional)
     changed.model.graph.sort()
     return graft
 
 
-def _remove_unread(graph: ir.Graph, optional: Iterable[ir.Value]) -> None:
-    """Remove inputs with a default value, such as factors of adapters, that only the replaced nodes read."""
-    for value in optional:
-        if not value.uses() and not value.is_graph_output():
-            graph.inputs.remove(value)
-            graph.initializers.pop(str(value.name), None)
+def _remove_parts(changed: TaggedModel, parts: Sequence[Cut]) -> dict[ir.Value, ir.Value]:
+    """Remove the nodes of parts; return result → placeholder, which its consumers use now."""
+    placeholders: dict[ir.Value, ir.Value] = {}
+    for part in parts:
+        for old in part.outputs.values():
+            if _is_own(changed, part, old):
+                placeholders[old] = _detach(changed.model.graph, old, part)
+    removable: dict[ir.Node, None] = {}
+    results: list[ir.Value] = []
+    for part in parts:
+        removable.update(dict.fromkeys((*part.nodes, *part.size_nodes)))
+    for node in removable:
+        results.extend(node.outputs)
+    remove_unused(results, removable)
+    names = Names(changed.model)
+    for old in placeholders:
+        producer = old.producer()
+        # The producer is still there if other modules share its work; the new result has its name.
+        if producer is not None and producer.graph is not None:
+            old.name = names.tensors.unused(f"{old.name}.shared")
+    return placeholders
+
+
+def _remove_unused_inputs(graph: ir.Graph, optional: Iterable[ir.Value]) -> None:
+    """Remove inputs with a default value, such as factors of adapters, that nothing uses now."""
 
 
 def _outermost(tagged: TaggedModel, path: str) -> tuple[int, ...]:
     """The calls of a module that did not run inside another call of it."""
-    numbers = range(max(tagged[path].calls, 1))
-    chains = ((number, tagged.calls.chain(Instance(path, number))[1:]) for number in numbers)
-    return tuple(
-        number for number, around in chains if all(caller.path != path for caller in around)
-    )
+    outermost = []
+    for number in range(max(tagged[path].calls, 1)):
+        callers = tagged.calls.chain(Instance(path, number))[1:]
+        if all(caller.path != path for caller in callers):
+            outermost.append(number)
+    return tuple(outermost)
 
 
 def _is_own(tagged: TaggedModel, part: Cut, result: ir.Value) -> bool:
-    """Whether the module made a result: not what it gives back as it came, nor what is the same in every run."""
-    return not (
-        result in part.inputs.values() or result in tagged.index.constant or result.is_initializer()
-    )
+    """Whether the module computes a result: it is no unchanged input, and no constant."""
+    if result in part.inputs.values() or result.is_initializer():
+        return False
+    return result not in tagged.index.constant
 
 
-def _loosen(graph: ir.Graph, old: ir.Value, part: Cut) -> ir.Value:
-    """Something that stands for one of the part's results wherever others read it, until there is another."""
-    stand_in = ir.Value(name=old.name, type=old.type, shape=old.shape)
+def _detach(graph: ir.Graph, old: ir.Value, part: Cut) -> ir.Value:
+    """Replace a result of the part with a placeholder in all consumers outside of the part."""
+    placeholder = ir.Value(name=old.name, type=old.type, shape=old.shape)
     for use in old.uses():
         if use.node not in part.nodes:
-            use.node.replace_input_with(use.idx, stand_in)
-    for place, value in enumerate(graph.outputs):
+            use.node.replace_input_with(use.idx, placeholder)
+    for index, value in enumerate(graph.outputs):
         if value is old:
-            graph.outputs[place] = stand_in
-    return stand_in
+            graph.outputs[index] = placeholder
+    return placeholder
 
 
 def _refuse_shared_results(tagged: TaggedModel, part: Cut) -> None:
-    """A tensor that several modules computed, merged into one, cannot be replaced for one of them alone."""
+    """Raise an `InputError` if a result is shared: it cannot be replaced for one module alone."""
     for value in part.outputs.values():
         producer = value.producer() if _is_own(tagged, part, value) else None
-        for work in tagged.work_of(producer).parts if producer is not None else ():
+        if producer is None:
+            continue
+        for work in tagged.work_of(producer).parts:
             owner = work.call.path
             if part.path not in work.modules and not tags.is_under(part.path, owner):
                 both = tags.common_ancestor((owner, part.path))
@@ -313,37 +327,40 @@ def _refuse_shared_results(tagged: TaggedModel, part: Cut) -> None:
 
 
 def _check_signature(part: Cut, replacement: ir.Model) -> None:
-    taken = [value for value in replacement.graph.inputs if not value.is_initializer()]
-    pairs = _matched(list(part.inputs), list(part.inputs.values()), taken)
-    if not pairs and taken:
+    """Raise an `InputError` if inputs or outputs of the replacement do not match the module's."""
+    inputs = [value for value in replacement.graph.inputs if not value.is_initializer()]
+    outputs = replacement.graph.outputs
+    pairs = _matched(list(part.inputs), list(part.inputs.values()), inputs)
+    if not pairs and inputs:
         raise InputError(
-            f"module {part.path!r} takes {_listed(part.inputs)}, and the replacement {_listed(taken)}"
+            f"module {part.path!r} has the inputs {_listed(part.inputs)}, and the replacement {_listed(inputs)}"
         )
-    if len(replacement.graph.outputs) != len(part.outputs):
+    if len(outputs) != len(part.outputs):
         raise InputError(
-            f"module {part.path!r} gives {len(part.outputs)} tensors ({_listed(part.outputs)}), "
-            f"and the replacement {len(replacement.graph.outputs)} ({_listed(replacement.graph.outputs)})"
+            f"module {part.path!r} returns {len(part.outputs)} tensors ({_listed(part.outputs)}), "
+            f"and the replacement {len(outputs)} ({_listed(outputs)})"
         )
-    outputs = zip(replacement.graph.outputs, part.outputs.values(), strict=True)
-    for what, new, old in (
-        *(("input", *pair) for pair in pairs.items()),
-        *(("output", *pair) for pair in outputs),
-    ):
+    sides = [("input", new, old) for new, old in pairs.items()]
+    for new, old in zip(outputs, part.outputs.values(), strict=True):
+        sides.append(("output", new, old))
+    for side, new, old in sides:
         problem = _difference(new, old)
         if problem:
             raise InputError(
-                f"module {part.path!r}: {what} {new.name!r} of the replacement has {problem}"
+                f"module {part.path!r}: {side} {new.name!r} of the replacement has {problem}"
             )
 
 
 def _matched(
-    names: Sequence[str], values: Sequence[ir.Value], taken: Sequence[ir.Value]
+    names: Sequence[str], values: Sequence[ir.Value], inputs: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
-    """The replacement's input → the tensor that it takes: by name, else in order; empty where neither is possible."""
+    """The replacement's input → its argument, by name or else in order; empty if neither fits."""
     by_name = dict(zip(names, values, strict=True))
-    if all(value.name in by_name for value in taken):
-        return {value: by_name[str(value.name)] for value in taken}
-    return dict(zip(taken, values, strict=True)) if len(taken) == len(values) else {}
+    if all(value.name in by_name for value in inputs):
+        return {value: by_name[str(value.name)] for value in inputs}
+    if len(inputs) != len(values):
+        return {}
+    return dict(zip(inputs, values, strict=True))
 
 
 def _listed(names: Iterable[ir.Value | str]) -> str:
@@ -351,12 +368,15 @@ def _listed(names: Iterable[ir.Value | str]) -> str:
 
 
 def _difference(new: ir.Value, old: ir.Value) -> str:
+    """The difference of the types or known dimensions of two values; empty if there is none."""
     if new.dtype is not None and old.dtype is not None and new.dtype != old.dtype:
         return f"type {new.dtype.name}, and the module {old.dtype.name}"
     if new.shape is None or old.shape is None:
         return ""
-    fits = len(new.shape) == len(old.shape) and all(
-        size == old_size or not (isinstance(size, int) and isinstance(old_size, int))
-        for size, old_size in zip(new.shape, old.shape, strict=True)
-    )
-    return "" if fits else f"shape {new.shape}, and the module {old.shape}"
+    different = f"shape {new.shape}, and the module {old.shape}"
+    if len(new.shape) != len(old.shape):
+        return different
+    for size, old_size in zip(new.shape, old.shape, strict=True):
+        if size != old_size and isinstance(size, int) and isinstance(old_size, int):
+            return different
+    return ""

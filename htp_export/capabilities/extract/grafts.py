@@ -1,9 +1,9 @@
-"""What is put into a model: a copy of another one, under names, tags and calls that fit there."""
+"""A copy of a model that is inserted into another, with names, tags and calls that fit there."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,19 +26,19 @@ from htp_export.model.tensor_names import UsedNames, rename
 
 
 class _Source(NamedTuple):
-    """Where a call comes from."""
+    """The origin of a call: the model that contains it, and its number there."""
 
-    # the call of the module that the replacement stands for; -1 for a call that was there before
+    # The call of the module that the copy of the replacement replaces; -1 for a call of the host.
     copy: int
-    call: Instance  # in the model that it comes from
+    call: Instance
 
 
 class SplicedCalls:
-    """What ran in which call, once a model has taken the place of some calls (``numbers``) of a module (``path``).
+    """Calls of a host after a model replaced some calls (``numbers``) of a module (``path``).
 
     Attributes:
         paths: Path in the replacement → path in the host.
-        hierarchy: The host's modules, with what lies below the module now.
+        hierarchy: The host's modules, with the new descendants of the module.
         tree: Their calls.
     """
 
@@ -48,49 +48,57 @@ class SplicedCalls:
         self._host, self._replacement, self._path = host, replacement, path
         paths = self.paths = _placed_paths(host, replacement, path)
         self._replaced = {Instance(path, number) for number in numbers}
-        every = (
+        chains = (
             host.calls.chain(Instance(path, number))
             for number in range(max(host.hierarchy[path].calls, 1))
         )
-        self._whole = not any(map(self._replaced.isdisjoint, every))
+        self._whole = not any(map(self._replaced.isdisjoint, chains))
         if self._whole:
-            # calls that ran in one of them, the file does not say in which
+            # Work of which the file does not say in which call of the module it ran.
             self._replaced.add(Instance(path, -1))
-        self._top = next(
-            (source_path for source_path, host_path in paths.items() if host_path == path), path
-        )
-        sources_of = {
-            module: self._sources(module, numbers)
-            for module in dict.fromkeys((*host.hierarchy, *paths.values()))
-        }
-        self._now = {
-            source: Instance(module, number)
-            for module, sources in sources_of.items()
-            for number, source in enumerate(sources)
-        }
+        source_path = self._source_path(path)
+        # The path of the module itself in the replacement, which may be its root, "".
+        self._top = path if source_path is None else source_path
+        sources_of: dict[str, list[_Source]] = {}
+        for module in dict.fromkeys((*host.hierarchy, *paths.values())):
+            sources_of[module] = self._sources(module, numbers)
+        self._now: dict[_Source, Instance] = {}
+        for module, sources in sources_of.items():
+            for number, source in enumerate(sources):
+                self._now[source] = Instance(module, number)
         self.hierarchy = Hierarchy(self._infos(sources_of))
-        callers = {
-            module: [self._caller(source) for source in sources]
-            for module, sources in sources_of.items()
-        }
-        known = {
-            module: calls
-            for module, calls in callers.items()
-            if all(c is None or c.call >= 0 for c in calls)
-        }
-        self.tree = CallTree(self.hierarchy, known)
-        self._kept = {
-            module: [source.call.call for source in sources]
-            for module, sources in sources_of.items()
-            if all(source.copy < 0 for source in sources)
-        }
+        self.tree = CallTree(self.hierarchy, self._known_callers(sources_of))
+        # Modules all of whose calls are the host's → the numbers of these calls in the host.
+        self._kept: dict[str, list[int]] = {}
+        for module, sources in sources_of.items():
+            if all(source.copy < 0 for source in sources):
+                self._kept[module] = [source.call.call for source in sources]
+
+    def _known_callers(
+        self, sources_of: Mapping[str, Sequence[_Source]]
+    ) -> dict[str, list[Instance | None]]:
+        """Module → the callers of its calls, for modules with known callers only."""
+        known: dict[str, list[Instance | None]] = {}
+        for module, sources in sources_of.items():
+            callers = [self._caller(source) for source in sources]
+            if all(caller is None or caller.call >= 0 for caller in callers):
+                known[module] = callers
+        return known
+
+    def _source_path(self, path: str) -> str | None:
+        """The path in the replacement of a module of the host."""
+        for source_path, host_path in self.paths.items():
+            if host_path == path:
+                return source_path
+        return None
 
     def encode_calls(self, node: ir.Node | None, owners: tuple[str, ...], copy: int = -1) -> str:
-        """What a node of the host says of its calls now; or one of the replacement, copied for a call of the module.
+        """Encode the calls of a node of the host, or of the replacement, copied for ``copy``.
 
-        None stands for a node that the module itself has in that call.
+        None means a new node of the module itself in that call.
         """
-        source, calls = (self._host if copy < 0 else self._replacement), list[Instance]()
+        source = self._host if copy < 0 else self._replacement
+        calls = list[Instance]()
         if node is not None:
             calls = renumbered(
                 source.calls, source.work_of(node), lambda call: self._now.get(_Source(copy, call))
@@ -100,63 +108,62 @@ class SplicedCalls:
         return self.tree.encode_calls(owners, calls)
 
     def signatures(self) -> dict[str, Sequence[Signature]]:
-        """Those of the host's modules all of whose calls were there before, and of the module itself."""
-        known_calls = self._host.signatures.get(self._path, ())
-        signatures = (
-            {self._path: known_calls}
-            if len(known_calls) == self.hierarchy[self._path].calls
-            else {}
-        )
+        """Signatures of the module itself, and of modules all of whose calls are the host's."""
+        own_calls = self._host.signatures.get(self._path, ())
+        signatures: dict[str, Sequence[Signature]] = {}
+        if len(own_calls) == self.hierarchy[self._path].calls:
+            signatures[self._path] = own_calls
         for path, numbers in self._kept.items():
             known = self._host.signatures.get(path, ())
             if numbers and len(known) == self._host.hierarchy[path].calls:
                 signatures[path] = tuple(known[number] for number in numbers)
         return {path: signatures[path] for path in self._host.signatures if path in signatures}
 
-    # --- where calls come from ------------------------------------------------------------------------------
+    # --- origins of calls -------------------------------------------------------------------------
 
     def _sources(self, path: str, numbers: Sequence[int]) -> list[_Source]:
-        """The calls of a module, in the order in which they ran."""
+        """The calls of a module, in execution order."""
         ran = self._host.hierarchy[path].calls if path in self._host.hierarchy else 0
         chains = [self._host.calls.chain(Instance(path, number)) for number in range(ran)]
         if self._host.hierarchy[self._path].calls:
-            gone = [not self._replaced.isdisjoint(chain) for chain in chains]
-        else:  # it only holds others
-            gone = [tags.is_under(path, self._path)] * ran
+            removed = [not self._replaced.isdisjoint(chain) for chain in chains]
+        else:  # the replaced module is a container, which has no calls
+            removed = [tags.is_under(path, self._path)] * ran
+        # Sort key of a call: its number in the host; new calls precede the next call of the host.
         placed = [
             (number, 1, _Source(-1, Instance(path, number)))
             for number in range(ran)
-            if not gone[number]
+            if not removed[number]
         ]
         for copy in numbers:
-            inside = [k for k, chain in enumerate(chains) if Instance(self._path, copy) in chain]
-            later = [
-                k
-                for k, chain in enumerate(chains)
-                if any(c.path == self._path and c.call > copy for c in chain)
-            ]
-            place = inside[0] if inside else later[0] if later else ran
+            place = self._first_place(chains, copy)
             placed += [(place, 0, source) for source in self._copied_sources(path, copy)]
         return [source for _, _, source in sorted(placed)]
 
+    def _first_place(self, chains: Sequence[Sequence[Instance]], copy: int) -> int:
+        """The number of the first call inside a replaced call, or else after it."""
+        replaced = Instance(self._path, copy)
+        for number, chain in enumerate(chains):
+            if replaced in chain:
+                return number
+        for number, chain in enumerate(chains):
+            if any(call.path == self._path and call.call > copy for call in chain):
+                return number
+        return len(chains)
+
     def _copied_sources(self, path: str, copy: int) -> list[_Source]:
         """The calls of a module in one copy of the replacement."""
-        placed = next((key for key, host_path in self.paths.items() if host_path == path), None)
-        source_path = self._top if path == self._path else placed
+        source_path = self._top if path == self._path else self._source_path(path)
         if source_path is None:
             return []
-        ran = (
-            self._replacement.hierarchy[source_path].calls
-            if source_path in self._replacement.hierarchy
-            else 0
-        )
-        return [
-            _Source(copy, Instance(source_path, number))
-            for number in range(max(ran, path == self._path))
-        ]
+        ran = 0
+        if source_path in self._replacement.hierarchy:
+            ran = self._replacement.hierarchy[source_path].calls
+        count = max(ran, path == self._path)
+        return [_Source(copy, Instance(source_path, number)) for number in range(count)]
 
     def _caller(self, source: _Source) -> Instance | None:
-        """The call that made a call, as it is now; its number is -1 where that is not known."""
+        """The caller of a call in the new tree; its number is -1 if it is unknown."""
         call = source.call
         if source.copy >= 0:
             caller = self._replacement.calls.caller(call)
@@ -169,59 +176,58 @@ class SplicedCalls:
                 return self._now[_Source(source.copy, Instance(self._top))]
             call = Instance(self._path, source.copy)
         caller = self._host.calls.caller(call)
-        return (
-            None
-            if caller is None
-            else self._now.get(_Source(-1, caller), Instance(caller.path, -1))
-        )
+        if caller is None:
+            return None
+        return self._now.get(_Source(-1, caller), Instance(caller.path, -1))
 
-    # --- the module tree --------------------------------------------------------------------------------------
+    # --- the module tree --------------------------------------------------------------------------
 
     def _infos(self, sources_of: Mapping[str, Sequence[_Source]]) -> list[ModuleInfo]:
-        """The modules of the host; those below the module are the replacement's, unless others call them, too."""
-        tree, replacement = self._host.hierarchy, self._replacement.hierarchy
+        """The modules of the host, with the replacement's as descendants of the module.
+
+        A descendant that other modules call, too, remains the host's.
+        """
         counts = {path: len(sources) for path, sources in sources_of.items()}
-        called = [
-            path
-            for path, sources in sources_of.items()
-            if any(source.copy < 0 for source in sources)
-        ]
-        stays = {*called, *tags.all_above(called)}
-        fresh = {
-            host_path: replace(replacement[source_path], path=host_path, calls=counts[host_path])
-            for source_path, host_path in self.paths.items()
-            if source_path in replacement
-            and tags.is_under(host_path, self._path)
-            and host_path not in stays
-        }
-        fresh.pop(self._path, None)
+        called = []
+        for path, sources in sources_of.items():
+            if any(source.copy < 0 for source in sources):
+                called.append(path)
+        remaining = {*called, *tags.all_above(called)}
+        new = self._new_infos(counts, remaining)
         infos: list[ModuleInfo] = []
-        for path, info in tree.items():
+        for path, info in self._host.hierarchy.items():
+            is_replaced = tags.is_under(path, self._path) and (self._whole or path in new)
             if path == self._path:
                 calls = counts[path] if info.calls else 0
-                infos += [
-                    replace(info, calls=calls, fate=Fate.COMPUTED, fused_with=()),
-                    *fresh.values(),
-                ]
-            elif (
-                path in stays
-                or not tags.is_under(path, self._path)
-                or not (self._whole or path in fresh)
-            ):
+                infos.append(replace(info, calls=calls, fate=Fate.COMPUTED, fused_with=()))
+                infos.extend(new.values())
+            elif path in remaining or not is_replaced:
                 infos.append(info.counted(counts[path]))
         return infos
 
+    def _new_infos(
+        self, counts: Mapping[str, int], remaining: Collection[str]
+    ) -> dict[str, ModuleInfo]:
+        """The descendants of the module that come from the replacement."""
+        replacement = self._replacement.hierarchy
+        new: dict[str, ModuleInfo] = {}
+        for source_path, path in self.paths.items():
+            is_below = tags.is_under(path, self._path) and path != self._path
+            if source_path in replacement and is_below and path not in remaining:
+                new[path] = replace(replacement[source_path], path=path, calls=counts[path])
+        return new
+
 
 class Graft:
-    """A copy of a replacement that fits into a host, in the place of a call of a module.
+    """A copy of a replacement that fits into a host, in the place of one call of a module.
 
-    ``weights`` are the host's, by ``weight_key``; those of the copy are added when it is inserted.
+    ``weights`` are the host's, by ``weight_key``; inserting the copy adds its own.
 
     Attributes:
-        inputs: The copy's inputs that are no initializers.
+        inputs: The copy's inputs without initializers.
 
     Raises:
-        InputError: If it needs another version of an operator set than the host has.
+        InputError: It needs another version of an operator set than the host has.
     """
 
     def __init__(
@@ -233,32 +239,30 @@ class Graft:
         calls: SplicedCalls,
         weights: dict[int, ir.Value],
     ) -> None:
-        self._host, self._replacement, self._path, self._call, self._weights = (
-            host,
-            replacement,
-            path,
-            call,
-            weights,
-        )
-        self._calls, self._paths = calls, calls.paths
+        self._host, self._replacement = host, replacement
+        self._path, self._call, self._weights = path, call, weights
+        self._calls = calls
+        self._paths = calls.paths
         self._model = replacement.model.clone()
         self._original = {
             value: weight_key(value) for value in self._model.graph.initializers.values()
         }
         self._match_opsets()
         self._names: dict[str, str] = {}  # tensor of the main graph → its name in the host
-        there = (
-            str(value.name) for graph in host.graphs() for value in (*_values(graph), *_read(graph))
-        )
-        self._tensors = UsedNames(there, first=1)
-        self._take_free_names()
-        self._place_tags()
+        used = list[str]()
+        for graph in host.graphs():
+            used.extend(str(value.name) for value in (*_values(graph), *_used(graph)))
+        self._tensors = UsedNames(used, first=1)
+        self._rename_conflicts()
+        self._write_tags()
         self.inputs = [value for value in self._model.graph.inputs if not value.is_initializer()]
 
-    # --- fitting in ---------------------------------------------------------------------------------------
+    # --- fitting into the host --------------------------------------------------------------------
 
     def _match_opsets(self) -> None:
-        known, wanted = self._host.graph.opset_imports, self._model.graph.opset_imports
+        """Add the replacement's operator sets to the host."""
+        known = self._host.graph.opset_imports
+        wanted = self._model.graph.opset_imports
         for domain, version in wanted.items():
             if known.setdefault(domain, version) == version:
                 continue
@@ -268,21 +272,23 @@ class Graft:
             )
         self._host.ir_version = max(self._host.ir_version, self._model.ir_version)
 
-    def _take_free_names(self) -> None:
-        """Rename what has a name that the host uses already."""
+    def _rename_conflicts(self) -> None:
+        """Rename tensors, nodes and functions whose names the host already uses."""
         ends = {*self._model.graph.inputs, *self._model.graph.outputs}
         for graph in self._model.graphs():
             for value in list(_values(graph)):
-                # these get a name of the host
-                if value not in ends and self._original.get(value) not in self._weights:
-                    old = str(value.name)
-                    name = self._free(self._tensors, old)
-                    if name != old:
-                        self._names[old] = name
-                        rename(value, name)
+                # Inputs, outputs and known weights get the names of the host's tensors.
+                if value in ends or self._original.get(value) in self._weights:
+                    continue
+                old = str(value.name)
+                name = self._free(self._tensors, old)
+                if name != old:
+                    self._names[old] = name
+                    rename(value, name)
         nodes = UsedNames((str(node.name) for node in self._host.graph.all_nodes()), first=1)
         for node in self._model.graph.all_nodes():
-            node.name = self._free(nodes, node.name) if node.name else node.name
+            if node.name:
+                node.name = self._free(nodes, node.name)
         functions = UsedNames(
             (name for _, name, _ in (*self._host.functions, *self._model.functions)), first=1
         )
@@ -291,12 +297,10 @@ class Graft:
                 self._rename_function(identifier, function, functions.unused(function.name))
 
     def _free(self, used: UsedNames, name: str) -> str:
-        """A name if it is not used; otherwise it, with the path of the module before it."""
-        return (
-            name
-            if used.unused(name) == name
-            else used.unused(f"{self._path.replace('.', '/') or 'spliced'}/{name}")
-        )
+        """A name if it is unused; otherwise an unused one with the path of the module before it."""
+        if used.unused(name) == name:
+            return name
+        return used.unused(f"{self._path.replace('.', '/') or 'spliced'}/{name}")
 
     def _rename_function(
         self, identifier: ir.OperatorIdentifier, function: ir.Function, name: str
@@ -308,95 +312,96 @@ class Graft:
         function.name = name
         self._model.functions[function.identifier()] = function
 
-    def _place_tags(self) -> None:
-        """Give every node owners at or below the module, and the call that it is in."""
+    def _write_tags(self) -> None:
+        """Tag every node with owners at or below the module, and with its call."""
         called = frozenset((*self._replacement.hierarchy.called, self._path, *self._paths.values()))
         for node, source in twins_of(self._model, self._replacement.model).items():
             metadata = node.metadata_props
-            owners = tuple(self._paths[owner] for owner in tags.owners_of(metadata)) or (
-                self._path,
-            )
+            owners = tuple(self._paths[owner] for owner in tags.owners_of(metadata))
+            owners = owners or (self._path,)
             calls = self._calls.encode_calls(source, owners, self._call)
             Owned(owners, metadata.get(tags.REASON, Reason.SPLICED), calls).write(metadata, called)
 
-    # --- going in -----------------------------------------------------------------------------------------
+    # --- insertion --------------------------------------------------------------------------------
 
     def insert(
-        self, inputs: Mapping[ir.Value, ir.Value], stand_ins: Sequence[ir.Value | None]
+        self, inputs: Mapping[ir.Value, ir.Value], placeholders: Sequence[ir.Value | None]
     ) -> list[ir.Value]:
-        """Put the copy into the host, with the host's tensors for its inputs; its results.
+        """Insert the copy into the host, with the host's tensors as arguments; return its results.
 
-        These get the names of what stands for them in the host; None stands for a result that
-        nothing reads.
+        A result gets the name of its placeholder in the host; None is that of an unused result.
         """
-        graph, host = self._model.graph, self._host.graph
+        graph = self._model.graph
+        host = self._host.graph
         results = [
-            value if value.producer() is not None else self._own(value) for value in graph.outputs
+            value if value.producer() is not None else self._copied(value)
+            for value in graph.outputs
         ]
         for formal, tensor in inputs.items():
             self._names[str(formal.name)] = str(tensor.name)
             formal.replace_all_uses_with(tensor)
-        initializers, nodes = list(graph.initializers.values()), list(graph)
+        initializers = list(graph.initializers.values())
+        nodes = list(graph)
         optional = [value for value in graph.inputs if value.is_initializer()]
         graph.inputs.clear()
         graph.outputs.clear()
         graph.initializers.clear()
         graph.remove(nodes)
         for initializer in initializers:
-            known = self._known_weight(initializer, is_optional=initializer in optional)
-            if known is initializer:
-                host.register_initializer(initializer)
-                host.inputs.extend([initializer] if initializer in optional else [])
-            else:  # the weights of a module that ran several times are there from its first call on
+            is_optional = initializer in optional
+            known = self._known_weight(initializer, is_optional=is_optional)
+            if known is not initializer:
+                # The weights of a module that ran several times were added with its first call.
                 initializer.replace_all_uses_with(known)
+                continue
+            host.register_initializer(initializer)
+            if is_optional:
+                host.inputs.append(initializer)
         host.extend(nodes)
-        for stand_in, new in zip(stand_ins, results, strict=True):
-            if stand_in is None:
+        for placeholder, new in zip(placeholders, results, strict=True):
+            if placeholder is None:
                 new.name = self._free(self._tensors, str(new.name))
                 continue
-            self._names[str(new.name)] = str(stand_in.name)
-            replace_uses(stand_in, new)
+            self._names[str(new.name)] = str(placeholder.name)
+            replace_uses(placeholder, new)
         self._host.functions.update(self._model.functions)
         return results
 
     def _known_weight(self, initializer: ir.Value, *, is_optional: bool) -> ir.Value:
-        """The weight of the host that an initializer of the copy is; itself, if the host has none.
+        """The host's weight that equals an initializer of the copy; itself if there is none.
 
-        An input with a default value is that of its name in the host, or becomes one of the host.
+        An input with a default value is the host's input of that name, or becomes an input of the
+        host.
         """
         known = self._weights.setdefault(self._original[initializer], initializer)
         if known is not initializer or not is_optional:
             return known
         old = str(initializer.name)
-        there = next((value for value in self._host.graph.inputs if value.name == old), None)
-        if there is not None and there.is_initializer() and there.type == initializer.type:
-            self._weights[self._original[initializer]] = there
-            return there
+        existing = next((value for value in self._host.graph.inputs if value.name == old), None)
+        if existing is not None and existing.is_initializer() and existing.type == initializer.type:
+            self._weights[self._original[initializer]] = existing
+            return existing
         self._names[old] = initializer.name = self._free(self._tensors, old)
         return initializer
 
-    def _own(self, value: ir.Value) -> ir.Value:
-        """A tensor of a node of its own, for an output that is an input or an initializer."""
-        owned = Owned(
-            (self._path,), Reason.SPLICED, self._calls.encode_calls(None, (self._path,), self._call)
-        )
-        return own_output(self._model.graph, value, owned)
+    def _copied(self, value: ir.Value) -> ir.Value:
+        """A copy of an input or initializer that is an output, by a node of the module."""
+        owners = (self._path,)
+        calls = self._calls.encode_calls(None, owners, self._call)
+        return own_output(self._model.graph, value, Owned(owners, Reason.SPLICED, calls))
 
-    # --- the module tree --------------------------------------------------------------------------------
+    # --- the module tree --------------------------------------------------------------------------
 
     def describe(self, host: TaggedModel) -> None:
-        """Write what lies below the module now into the host's module tree, calls and signatures."""
-        props, signatures = (
-            self._host.metadata_props,
-            self._calls.signatures() if host.signatures else {},
-        )
+        """Write the new descendants of the module into the host's module tree and signatures."""
+        props = self._host.metadata_props
+        signatures = self._calls.signatures() if host.signatures else {}
+        # With several calls, the names of the copies' tensors differ: only one has signatures.
         if host.signatures and host.hierarchy[self._path].calls <= 1:
             for path, known in self._replacement.signatures.items():
                 place = self._paths.get(path, self._path)
                 if place != self._path and len(known) == self._calls.hierarchy[place].calls:
-                    signatures[place] = [
-                        call.renamed(lambda name: self._names.get(name, name)) for call in known
-                    ]
+                    signatures[place] = [call.renamed(self._host_name) for call in known]
         calls = self._calls.tree if tags.CALLERS in props else None
         write_model_metadata(props, self._calls.hierarchy, calls=calls, signatures=signatures)
         inputs = {str(value.name) for value in self._host.graph.inputs}
@@ -405,37 +410,42 @@ class Graft:
             layers.setdefault(path, scaling)
         write_lora(props, layers)
 
+    def _host_name(self, name: str) -> str:
+        return self._names.get(name, name)
+
 
 def _placed_paths(host: TaggedModel, replacement: TaggedModel, path: str) -> dict[str, str]:
-    """Path in a replacement → path in the host, at or below the module whose place it takes; empty without tags.
+    """Path in a replacement → path in the host, at or below the replaced module.
 
-    What was cut out of the host keeps its paths, those of modules that are registered elsewhere,
-    too.
+    It is empty without tags. A model that was extracted from the host keeps its paths, also of
+    called modules that are registered elsewhere.
     """
     owners = {owner for node in replacement.nodes for owner in tags.owners_of(node.metadata_props)}
     known = replacement.hierarchy if owners else ()
-    numbers = range(max(host.hierarchy[path].calls, 1))
-    called = {module for number in numbers for module in host.calls.inside(Instance(path, number))}
-    if all(owner in called or tags.is_under(owner, path) for owner in owners):
-        return {
-            module: module for module in known if module in called or tags.is_under(module, path)
-        }
+    called: set[str] = set()
+    for number in range(max(host.hierarchy[path].calls, 1)):
+        called.update(host.calls.inside(Instance(path, number)))
+
+    def is_inside(module: str) -> bool:
+        return module in called or tags.is_under(module, path)
+
+    if all(map(is_inside, owners)):
+        return {module: module for module in filter(is_inside, known)}
     return {module: ".".join(filter(None, (path, module))) for module in (*known, *owners)}
 
 
 def weight_key(initializer: ir.Value) -> int:
-    """Equal for initializers of copies of one model that hold the same weights."""
+    """A key that is equal for initializers of copies of one model with the same weights."""
     return id(initializer if initializer.const_value is None else initializer.const_value)
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    return itertools.chain(
-        graph.inputs, graph.initializers.values(), (v for node in graph for v in node.outputs)
-    )
+    """The values that are defined in a graph."""
+    outputs = (value for node in graph for value in node.outputs)
+    return itertools.chain(graph.inputs, graph.initializers.values(), outputs)
 
 
-def _read(graph: ir.Graph) -> Iterator[ir.Value]:
-    """What is read in a graph, also where nothing computes it now: the results of a module that was taken out."""
-    return itertools.chain(
-        graph.outputs, (value for node in graph for value in node.inputs if value is not None)
-    )
+def _used(graph: ir.Graph) -> Iterator[ir.Value]:
+    """The values that are used in a graph, even if their producers were removed."""
+    inputs = (value for node in graph for value in node.inputs if value is not None)
+    return itertools.chain(graph.outputs, inputs)

@@ -28,7 +28,7 @@ def splice_command(
     output: OutputOption,
     call: Annotated[
         int | None,
-        typer.Option(min=0, help="Which call of a module that ran several times; all without it."),
+        typer.Option(min=0, help="The number of the call to replace; all by default."),
     ] = None,
     share_weights: ShareOption = False,
     as_json: JsonOption = False,

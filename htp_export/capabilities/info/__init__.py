@@ -1,1 +1,1 @@
-"""``info``: what a file is, and what can be done with it."""
+"""``info``: a description of a file, and the commands that fit it."""

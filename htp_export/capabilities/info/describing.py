@@ -1,4 +1,4 @@
-"""``info``: what a file is, without its weights: inputs, outputs, versions, sizes, tags, family, and what fits it."""
+"""`info`: a file without its weights: inputs, outputs, versions, sizes, tags, family, commands."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from htp_export.reporting.tag_facts import TagFacts
 from htp_export.runtime.declared_inputs import Input
 from htp_export.weights.storing import numbers_of
 
-_TORCHS = "pkg.torch.onnx."  # what keys begin with that torch's dynamo exporter gives to nodes
-_MOST_EVIDENCE = 6  # lines that are shown
-_WIDEST = 60  # characters of a command, before what it is for
-_MANY_BYTES = 10_000_000  # of float32 weights; fewer need no other precision
+_TORCHS = "pkg.torch.onnx."  # prefix of metadata keys of torch's dynamo exporter
+_MOST_EVIDENCE = 6  # lines of evidence in text, so that the rest stays on the screen
+_WIDEST = 60  # characters of a command; the explanations of longer ones are not aligned
+_MANY_BYTES = 10_000_000  # bytes of float32 weights from which a smaller precision is suggested
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,9 @@ class ModelValue(PlainData):
     Attributes:
         name: Its name.
         role: ``"input"`` or ``"output"``.
-        type: Its element type as numpy names it; the whole type of what is no tensor; None if the
-            file does not say.
-        shape: Its sizes, each a number, the name of an open size, or None; None if the file does
-            not say.
+        type: Its element type, by numpy's name; the whole type if it is not a tensor; None if it is
+            unknown.
+        shape: Its sizes, each a number, the name of an open size, or None; None if it is unknown.
     """
 
     name: str
@@ -52,21 +51,24 @@ class ModelValue(PlainData):
 
 
 def _sizes(shape: tuple[int | str | None, ...]) -> str:
-    shown = (
-        "?" if size is None else f"({size})" if " " in str(size) else str(size) for size in shape
-    )
-    return " × ".join(shown) or "scalar"  # noqa: RUF001 - "times"
+    """A shape as text; expressions have parentheses."""
+    texts = []
+    for size in shape:
+        text = "?" if size is None else str(size)
+        texts.append(f"({text})" if " " in text else text)
+    return " × ".join(texts) or "scalar"  # noqa: RUF001 - "times"
 
 
 def _folded(values: Iterable[ModelValue]) -> Iterator[ModelValue]:
-    """Values that differ in the numbers of their names alone as one, such as those of a cache by layer."""
-    alike: dict[tuple[object, ...], list[ModelValue]] = {}
+    """Merge values that differ only in the numbers of their names, such as a cache by layer."""
+    groups: dict[tuple[object, ...], list[ModelValue]] = {}
     for value in values:
-        alike.setdefault(
-            (value.role, re.sub(r"\d+", "0", value.name), value.type, value.shape), []
-        ).append(value)
-    for first, *others in alike.values():
-        name = f"{first.name} … {others[-1].name} × {len(others) + 1}" if others else first.name  # noqa: RUF001 - "times"
+        pattern = re.sub(r"\d+", "0", value.name)
+        groups.setdefault((value.role, pattern, value.type, value.shape), []).append(value)
+    for first, *others in groups.values():
+        name = first.name
+        if others:
+            name = f"{name} … {others[-1].name} × {len(others) + 1}"  # noqa: RUF001 - "times"
         yield replace(first, name=name)
 
 
@@ -87,22 +89,21 @@ class Info(Result):
         outputs: Its outputs.
         opsets: Domain → version; ``ai.onnx`` is ONNX's own.
         ir_version: The version of ONNX's file format.
-        producer: The program that wrote the model, with its version; empty if the file does not
-            say.
+        producer: The program that wrote the model, with its version; empty if it is unknown.
         exporter: ``"dynamo"`` if nodes have the metadata of this exporter of torch; None otherwise.
-        nodes: Number of nodes, those of subgraphs and functions included.
+        nodes: Number of nodes, also in subgraphs and functions.
         functions: Number of ONNX functions.
         modules: Number of modules in the module tree.
         format: The version of the tags' format; None without tags.
         weights: Element type of stored tensors → their bytes, most first: of initializers, and of
             the weights in ``Constant`` nodes.
         elements: Number of their elements.
-        file_bytes: Size of the file; None for a model in memory.
+        file_bytes: Size of the file; None for an in-memory model.
         data_files: Name of each file with external data → its size; None if it is missing.
-        family: The family of its architecture, as of `fingerprint`; None if that cannot be found.
+        family: The family of its architecture, as of `fingerprint`; None if it is unknown.
         evidence: The evidence for it, in sentences.
-        next: Commands that fit the model → what each is for.
-        notes: What is wrong with the file, a line each.
+        next: Commands that fit the model → their purposes.
+        notes: Problems of the file, one line each.
         tags: The tags of the model: source, reasons, untagged nodes.
     """
 
@@ -134,44 +135,41 @@ class Info(Result):
         return f"{self.family or 'unknown'}: {count}, {si(self.elements)} weights{f' ({sizes})' * bool(sizes)}"
 
     def table(self) -> Table:
-        """The inputs and outputs, those alike in one line."""
+        """The inputs and outputs; names that differ only in numbers share a row."""
         return _COLUMNS, _folded((*self.inputs, *self.outputs))
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The family's evidence, versions, sizes, tags, and what to do next."""
+        """The family's evidence, versions, sizes, tags, and next commands."""
+        lines = [f"  {sentence}" for sentence in self.evidence[:_MOST_EVIDENCE]]
+        if len(self.evidence) > _MOST_EVIDENCE:
+            lines.append(f"  ... and {len(self.evidence) - _MOST_EVIDENCE} more")
         opsets = ", ".join(f"{domain} {version}" for domain, version in self.opsets.items())
-        writer = (
-            f"; {self.producer}{f', exporter {self.exporter}' if self.exporter else ''}"
-            if self.producer
-            else ""
-        )
+        versions = f"opset {opsets}; IR version {self.ir_version}"
+        if self.producer:
+            versions += f"; {self.producer}"
+            if self.exporter:
+                versions += f", exporter {self.exporter}"
+        if self.functions:
+            versions += f"; {many(self.functions, 'function')}"
+        lines.append(versions)
         files = [] if self.file_bytes is None else [f"file {si(self.file_bytes, 'B')}"]
-        files += [
-            f"{name} {'missing' if size is None else si(size, 'B')}"
-            for name, size in self.data_files.items()
-        ]
-        functions = f"; {many(self.functions, 'function')}" if self.functions else ""
+        for name, size in self.data_files.items():
+            files.append(f"{name} {'missing' if size is None else si(size, 'B')}")
+        if files:
+            lines.append(", ".join(files))
+        lines += super().lines
         width = min(max(map(len, self.next), default=0), _WIDEST)
-        more = (
-            [f"... and {len(self.evidence) - _MOST_EVIDENCE} more"]
-            if len(self.evidence) > _MOST_EVIDENCE
-            else []
-        )
-        return (
-            *(f"  {fact}" for fact in (*self.evidence[:_MOST_EVIDENCE], *more)),
-            f"opset {opsets}; IR version {self.ir_version}{writer}{functions}",
-            *([", ".join(files)] if files else ()),
-            *super().lines,
-            *(f"next: {command.ljust(width)}  # {why}" for command, why in self.next.items()),
-        )
+        for command, purpose in self.next.items():
+            lines.append(f"next: {command.ljust(width)}  # {purpose}")
+        return tuple(lines)
 
 
 @names_model_faults("model")
 def info(model: ModelSource) -> Info:
-    """Describe a model: inputs and outputs, versions, sizes, tags, the family of its architecture, and what fits it.
+    """Describe a model: inputs, outputs, versions, sizes, tags, family, and commands that fit it.
 
-    Large weights and external data are not read, and external data may be missing.
+    Large weights and external data are not loaded, and external data may be missing.
 
     Thread-safe, also for calls on the same model.
 
@@ -180,7 +178,7 @@ def info(model: ModelSource) -> Info:
             Tags are not needed.
 
     Returns:
-        What is known of it. ``.next`` has commands that fit it.
+        The description. ``.next`` has commands that fit the model.
 
     Raises:
         FileError: The file cannot be read.
@@ -194,48 +192,59 @@ def info(model: ModelSource) -> Info:
     """
     tagged = load(model)
     file = Path(model) if isinstance(model, str | PathLike) else None
-    found, metadata = tagged.model, tagged.model.metadata_props
+    found = tagged.model
+    metadata = tagged.model.metadata_props
     initializers = [slot for slot in slots(found) if slot.initializer]
     stored = [*(slot.tensor for slot in initializers), *_weights_in_nodes(tagged)]
-    sizes: Counter[str] = Counter()
-    for tensor in stored:
-        if tensor.dtype != ir.DataType.STRING:
-            sizes[dtype_name(tensor.dtype)] += tensor.nbytes
+    sizes = _bytes_by_type(stored)
     data, notes = _data_of(initializers)
     family, evidence = _family_of(tagged)
     nodes = list(all_nodes(found))
-    by_dynamo = any(key.startswith(_TORCHS) for node in nodes for key in node.metadata_props)
     facts = tagged.tag_facts
     inputs = tuple(_value(value, "input") for value in found.graph.inputs)
+    name = shlex.quote(fspath(file or "FILE"))
     return Info(
-        inputs,
-        tuple(_value(value, "output") for value in found.graph.outputs),
-        {domain or "ai.onnx": version for domain, version in found.opset_imports.items()},
-        found.ir_version,
-        " ".join(filter(None, (found.producer_name, found.producer_version))),
-        "dynamo" if by_dynamo else None,
-        len(nodes),
-        len(found.functions),
-        len(tagged) if facts.source != "none" else 0,
-        metadata.get(tags.FORMAT) if facts.source == "htp" else None,
-        dict(sizes.most_common()),
-        sum(tensor.size for tensor in stored),
-        None if file is None else file.stat().st_size,
-        data,
-        family,
-        evidence,
-        _next_steps(shlex.quote(fspath(file or "FILE")), tagged, inputs, sizes, whole=not notes),
-        notes,
-        facts,
+        inputs=inputs,
+        outputs=tuple(_value(value, "output") for value in found.graph.outputs),
+        opsets={domain or "ai.onnx": version for domain, version in found.opset_imports.items()},
+        ir_version=found.ir_version,
+        producer=" ".join(filter(None, (found.producer_name, found.producer_version))),
+        exporter="dynamo" if any(map(_is_of_dynamo, nodes)) else None,
+        nodes=len(nodes),
+        functions=len(found.functions),
+        modules=len(tagged) if facts.source != "none" else 0,
+        format=metadata.get(tags.FORMAT) if facts.source == "htp" else None,
+        weights=dict(sizes.most_common()),
+        elements=sum(tensor.size for tensor in stored),
+        file_bytes=None if file is None else file.stat().st_size,
+        data_files=data,
+        family=family,
+        evidence=evidence,
+        next=_next_steps(name, tagged, inputs, sizes, whole=not notes),
+        notes=notes,
+        tags=facts,
     )
+
+
+def _bytes_by_type(tensors: Iterable[ir.TensorProtocol]) -> Counter[str]:
+    """Element type → bytes; strings, which have no fixed size, are omitted."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.dtype != ir.DataType.STRING:
+            sizes[dtype_name(tensor.dtype)] += tensor.nbytes
+    return sizes
+
+
+def _is_of_dynamo(node: ir.Node) -> bool:
+    return any(key.startswith(_TORCHS) for key in node.metadata_props)
 
 
 def _weights_in_nodes(tagged: TaggedModel) -> list[ir.TensorProtocol]:
-    """The weights that are ``Constant`` nodes; other constants are axes, sizes and single numbers."""
-    read = dict.fromkeys(
-        value for module in contents_of(tagged).modules.values() for value in module.own_weights
-    )
-    return [numbers_of(value) for value in read if value.producer() is not None]
+    """The weights in ``Constant`` nodes; other constants are axes, sizes and single numbers."""
+    used: dict[ir.Value, None] = {}
+    for module in contents_of(tagged).modules.values():
+        used.update(dict.fromkeys(module.own_weights))
+    return [numbers_of(value) for value in used if value.producer() is not None]
 
 
 def _value(value: ir.Value, role: str) -> ModelValue:
@@ -246,7 +255,7 @@ def _value(value: ir.Value, role: str) -> ModelValue:
 
 
 def _data_of(stored: list[Slot]) -> tuple[dict[str, int | None], tuple[str, ...]]:
-    """Name of each data file → its size, None if it is missing; and what is wrong with them."""
+    """Name of each data file → its size, None if it is missing; and problems of these files."""
     files = {slot.path: slot.tensor for slot in stored if slot.external}
     notes = []
     for tensor in files.values():
@@ -254,10 +263,10 @@ def _data_of(stored: list[Slot]) -> tuple[dict[str, int | None], tuple[str, ...]
             check_data([tensor])
         except FileError as error:
             notes.append(str(error))
-    return {
-        Path(path).name: Path(path).stat().st_size if Path(path).is_file() else None
-        for path in files
-    }, (*notes,)
+    sizes = {}
+    for path in map(Path, files):
+        sizes[path.name] = path.stat().st_size if path.is_file() else None
+    return sizes, tuple(notes)
 
 
 def _family_of(tagged: TaggedModel) -> tuple[str | None, tuple[str, ...]]:
@@ -265,7 +274,7 @@ def _family_of(tagged: TaggedModel) -> tuple[str | None, tuple[str, ...]]:
 
     try:
         found = fingerprint(tagged)
-    except FileError:  # it needs a small tensor of a file that is missing; notes say which
+    except FileError:  # a small tensor is in a missing file, which the notes name
         return None, ()
     return found.family, found.evidence
 
@@ -278,36 +287,44 @@ def _next_steps(
     *,
     whole: bool,
 ) -> dict[str, str]:
-    """Commands that fit a model → what each is for; those that need weights only where all files are there."""
-    steps, facts = dict[str, str](), tagged.tag_facts
+    """Commands that fit a model → their purposes. Without all files, none that needs weights."""
+    steps = dict[str, str]()
+    facts = tagged.tag_facts
     if facts.source != "htp":
-        before = "BEFORE" if facts.lost else "MODEL"
-        why = (
-            "bring back the tags that a tool dropped"
-            if facts.lost
-            else "give its nodes the modules of a model"
-        )
-        steps[f"htp-export carry {before} {file} -o tagged.onnx"] = why
+        before, purpose = "MODEL", "give its nodes the modules of a model"
+        if facts.lost:
+            before, purpose = "BEFORE", "bring back the tags that a tool dropped"
+        steps[f"htp-export carry {before} {file} -o tagged.onnx"] = purpose
     if facts.source != "none":
         steps[f"htp-export tree {file}"] = "its module tree"
     if tagged.model.functions:
         steps[f"htp-export functions {file} --undo -o flat.onnx"] = "its functions as a flat graph"
-    sizes_of = (size for value in inputs for size in value.shape or () if isinstance(size, str))
-    # others are made of these
-    if named := dict.fromkeys(size for size in sizes_of if size.isidentifier()):
-        dims = ",".join(f"{name}=1" for name in named)
-        steps[f"htp-export cost {file} --dims {dims}"] = (
-            "its work, for sizes that the file leaves open"
-        )
-    integers = (
-        any(name.lstrip("u").startswith("int") for name in sizes if name != "int64")
-        or "float16" in sizes
-    )
-    if integers and whole:
+    names = _open_dimensions(inputs)
+    if names:
+        dims = ",".join(f"{name}=1" for name in names)
+        purpose = "its work, for sizes that the file leaves open"
+        steps[f"htp-export cost {file} --dims {dims}"] = purpose
+    is_compressed = "float16" in sizes or any(map(_is_small_integer, sizes))
+    if is_compressed and whole:
         steps[f"htp-export compare ORIGINAL {file}"] = "what the other precision changed, by module"
     if whole and facts.source == "htp" and "com.microsoft" not in tagged.model.opset_imports:
         steps[f"htp-export optimize {file} -o small.onnx"] = "fewer nodes, and the same modules"
-        if not integers and sizes["float32"] > _MANY_BYTES:
+        if not is_compressed and sizes["float32"] > _MANY_BYTES:
             steps[f"htp-export quantize {file} int4 -o int4.onnx"] = "smaller weights, by module"
     steps[f"htp-export view {file}"] = "one page with all of it"
     return steps
+
+
+def _open_dimensions(values: Iterable[ModelValue]) -> list[str]:
+    """The names of open dimensions; other sizes are numbers, or expressions of these names."""
+    names: dict[str, None] = {}
+    for value in values:
+        for size in value.shape or ():
+            if isinstance(size, str) and size.isidentifier():
+                names[size] = None
+    return list(names)
+
+
+def _is_small_integer(dtype: str) -> bool:
+    """Whether a type is an integer that may hold quantized weights; int64 holds sizes."""
+    return dtype.lstrip("u").startswith("int") and dtype != "int64"

@@ -12,10 +12,10 @@ PLACE = ("Look", 1)
 
 
 def info_command(file: FileArgument, as_json: JsonOption = False) -> None:
-    """Show what a file is, and what to do with it.
+    """Describe a file, and suggest commands for it.
 
-    Inputs and outputs, versions, sizes, tags, and the family of its architecture; weights are not
-    read.
+    The description has inputs and outputs, versions, sizes, tags, and the family of its
+    architecture; weights are not loaded.
     """
     from htp_export.capabilities.info.describing import info
 

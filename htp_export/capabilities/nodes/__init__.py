@@ -1,1 +1,1 @@
-"""``nodes``: which node computes which module and reads which parameter."""
+"""``nodes``: a map between nodes, modules and parameters."""

@@ -1,4 +1,4 @@
-"""The result of `nodes`: nodes, modules, parameters and initializers, each with the others that belong to it."""
+"""Result of `nodes`: nodes, modules, parameters and initializers, mapped to each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from htp_export.errors import InputError
 from htp_export.format.torch_metadata import SourceLine
-from htp_export.reporting.columns import Column, chosen, csv_text
+from htp_export.reporting.columns import Column, chosen, csv_text, record
 from htp_export.reporting.result import PlainData, Result, Table
 from htp_export.reporting.tables import data_frame
 from htp_export.reporting.tag_facts import TagFacts
@@ -18,21 +18,25 @@ MapTable: TypeAlias = Literal["nodes", "modules", "parameters", "initializers"]
 
 
 class _Use:
+    """The use of a parameter, with its transformations ``how``."""
+
     name: str
     how: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} ({', '.join(self.how)})" if self.how else self.name
+        if self.how:
+            return f"{self.name} ({', '.join(self.how)})"
+        return self.name
 
 
 @dataclass(frozen=True)
 class ParameterUse(_Use):
-    """A parameter that a node reads, or that an initializer holds.
+    """A parameter that a node uses, or that an initializer contains.
 
     Attributes:
-        name: Its name in PyTorch; of tied ones, that in the module of the node.
-        initializer: The initializer that holds it.
-        how: What was done to it, in order: ``transposed``, ``cast``, ...; empty if nothing was.
+        name: Its name in PyTorch; of tied ones, the name in the module of the node.
+        initializer: The initializer that contains it.
+        how: Its transformations, in order: ``transposed``, ``cast``, ...; empty if there are none.
     """
 
     name: str
@@ -42,11 +46,11 @@ class ParameterUse(_Use):
 
 @dataclass(frozen=True)
 class InitializerUse(_Use):
-    """An initializer that holds a parameter.
+    """An initializer that contains a parameter.
 
     Attributes:
         name: Its name.
-        how: What was done to the parameter; empty if nothing was.
+        how: The transformations of the parameter; empty if there are none.
     """
 
     name: str
@@ -60,18 +64,18 @@ class MappedNode(PlainData):
     Attributes:
         name: Its name; that of its first output if it has none.
         operator: Its operator, with the domain if that is not ONNX's.
-        modules: The modules that it computes, in order of execution; several if work was merged.
+        modules: The modules that it computes, in execution order; several if work was merged.
         calls: Module → numbers of its calls that the node computes, for modules that ran several
             times.
-        reason: How the modules are known, a word of ``docs/format.md``.
-        parameters: The parameters that it reads, directly or through nodes that only transpose,
+        reason: The evidence for the modules, a word of ``docs/format.md``.
+        parameters: The parameters that it uses, directly or through nodes that only transpose,
             cast or reshape them.
-        inputs: Names of the tensors that it reads; ``""`` for an input that is left out.
-        outputs: Names of the tensors that it gives.
-        inside: The function that it is in, or the node whose branch or loop body it is in; ``""``
-            for the main graph.
-        stack: The lines of Python that it was captured at, the innermost last; empty if the file
-            does not say them.
+        inputs: Names of its input tensors; ``""`` for an absent input.
+        outputs: Names of its output tensors.
+        inside: The function that contains it, or the node whose branch or loop body contains it;
+            ``""`` for the main graph.
+        stack: The Python lines at which it was captured, the innermost last; empty if the file
+            does not contain them.
     """
 
     derived = ("source",)
@@ -89,12 +93,15 @@ class MappedNode(PlainData):
 
     @property
     def source(self) -> str:
-        """The innermost line of Python, ``/path/net.py:7``; ``""`` if it is unknown."""
-        return f"{self.stack[-1].file}:{self.stack[-1].line}" if self.stack else ""
+        """The innermost Python line, ``/path/net.py:7``; ``""`` if it is unknown."""
+        if not self.stack:
+            return ""
+        line = self.stack[-1]
+        return f"{line.file}:{line.line}"
 
 
 class _WithNodes(PlainData):
-    """What has nodes, which stand under their names in plain data."""
+    """An entry with nodes, which are names in plain data."""
 
     nodes: tuple[MappedNode, ...]
 
@@ -109,10 +116,10 @@ class MappedModule(_WithNodes):
     Attributes:
         path: Its path.
         class_name: Its class.
-        calls: How many times it ran.
-        fate: What became of it, one of those in ``docs/format.md``.
-        nodes: The nodes that it computes itself, without those of the modules inside it.
-        parameters: Names of the parameters that it holds itself.
+        calls: Number of its runs.
+        fate: Its fate, a word of ``docs/format.md``.
+        nodes: The nodes that it computes itself, without nodes of its descendants.
+        parameters: Names of its own parameters.
     """
 
     path: str
@@ -129,11 +136,11 @@ class MappedParameter(_WithNodes):
 
     Attributes:
         name: Its name, as in ``model.named_parameters()``.
-        module: The module that holds it.
+        module: The module that owns it.
         shape: Its shape in PyTorch.
         tied: The name of the same parameter in an earlier module; ``""`` if there is none.
-        initializers: The initializers that hold it; none if nothing reads it.
-        nodes: The nodes that read it.
+        initializers: The initializers that contain it; empty if it is unused.
+        nodes: The nodes that use it.
     """
 
     name: str
@@ -151,9 +158,9 @@ class MappedInitializer(_WithNodes):
     Attributes:
         name: Its name in the file.
         shape: Its shape.
-        dtype: The type of its elements, as numpy names it.
-        parameters: The parameters that it holds; none for buffers and constants.
-        nodes: The nodes that read it.
+        dtype: The type of its elements, by numpy's name.
+        parameters: The parameters that it contains; empty for buffers and constants.
+        nodes: The nodes that use it.
     """
 
     name: str
@@ -164,7 +171,7 @@ class MappedInitializer(_WithNodes):
 
 
 def _plain_text(value: Any) -> str:
-    """A value of a table as text: lists by comma.
+    """A value of a table as text, with commas between items.
 
     Examples:
         >>> _plain_text(("fc.weight", "fc.bias")), _plain_text((("cast", "joined"), ())), _plain_text({"fc": (0, 2)})
@@ -173,10 +180,14 @@ def _plain_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {' '.join(map(str, numbers))}" for key, numbers in value.items())
     if isinstance(value, tuple):
-        return ", ".join(
-            " ".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value
-        )
+        return ", ".join(map(_item_text, value))
     return str(value)
+
+
+def _item_text(item: Any) -> str:
+    if isinstance(item, tuple):
+        return " ".join(map(str, item))
+    return str(item)
 
 
 def _path_text(path: str) -> str:
@@ -188,13 +199,17 @@ def _column(name: str, title: str = "", **options: Any) -> Column[Any]:
 
 
 def _of_each(attribute: str, of_each: str) -> Callable[[Any], tuple[Any, ...]]:
-    return lambda row: tuple(getattr(held, of_each) for held in getattr(row, attribute))
+    """Return a function: row → one attribute of each entry in another."""
+    return lambda row: tuple(getattr(entry, of_each) for entry in getattr(row, attribute))
 
 
 def _uses(attribute: str) -> Column[Any]:
-    return _column(
-        attribute, value=lambda row: tuple(dict.fromkeys(map(str, getattr(row, attribute))))
-    )
+    """A column of distinct uses, with their transformations."""
+
+    def texts(row: Any) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(str, getattr(row, attribute))))
+
+    return _column(attribute, value=texts)
 
 
 _NODE_NAMES = _column("nodes", value=_of_each("nodes", "name"))
@@ -254,22 +269,22 @@ DRAWN_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
     ),
     "initializers": (*_COLUMNS["initializers"][:3], _uses("parameters"), _NODE_NAMES),
 }
-"""The columns of each table as it is drawn."""
+"""The columns of each table in drawings."""
 
 
 @dataclass(frozen=True)
 class ModelMap(Result):
-    """The result of `nodes`: nodes, modules, parameters and initializers, each with the others that belong to it.
+    """The result of `nodes`: nodes, modules, parameters and initializers, mapped to each other.
 
     Attributes:
-        nodes: The nodes, those of branches and loop bodies after the node that holds them, those of
-            functions last.
+        nodes: The nodes. Nodes of branches and loop bodies follow the node that contains them;
+            nodes of functions are last.
         modules: Module path → module, in the order of ``named_modules()``.
         parameters: Name in PyTorch → parameter; tied ones under each of their names.
-        initializers: Name in the file → weight that a node reads.
-        from_pytorch: Whether the file says which parameters PyTorch had; if not, they are the
+        initializers: Name in the file → weight that a node uses.
+        from_pytorch: Whether the file contains PyTorch's parameters; otherwise they are the
             initializers whose names begin with the path of a module.
-        tags: What is known about the tags of the file.
+        tags: Facts about the tags of the file.
     """
 
     derived = ("notes",)
@@ -292,7 +307,7 @@ class ModelMap(Result):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else there is to know, a line each."""
+        """Further notes, one line each."""
         if self.from_pytorch:
             return ()
         return (
@@ -307,33 +322,34 @@ class ModelMap(Result):
         """
         if table not in _COLUMNS:
             raise InputError(f"there is no table {table!r}; there are {', '.join(_COLUMNS)}")
-        return self.nodes if table == "nodes" else list(attrgetter(table)(self).values())
+        if table == "nodes":
+            return self.nodes
+        return list(attrgetter(table)(self).values())
 
     def to_pandas(self, table: MapTable = "nodes") -> Any:
-        """A table as a ``pandas.DataFrame``, with a row for each node, module, parameter or initializer.
+        """A table as a ``pandas.DataFrame``, with one row for each entry.
 
-        Columns that hold several values hold tuples: ``frame.explode("modules")`` gives a row for
+        Columns with several values contain tuples: ``frame.explode("modules")`` returns a row for
         each.
 
         Raises:
-            InputError: If pandas is not installed, or if there is no such table.
+            InputError: pandas is not installed, or there is no such table.
         """
-        rows, (key, *columns) = self.rows(table), _COLUMNS[table]
-        records = [{column.name: column.data(row) for column in columns} for row in rows]
-        return data_frame(
-            records, [column.name for column in columns], [key.data(row) for row in rows], key.title
-        )
+        rows = self.rows(table)
+        key, *columns = _COLUMNS[table]
+        records = [record(columns, row) for row in rows]
+        names = [column.name for column in columns]
+        return data_frame(records, names, [key.data(row) for row in rows], key.title)
 
     def table(self) -> Table:
-        """The nodes."""
+        """The nodes, one row each."""
         return DRAWN_COLUMNS["nodes"], self.nodes
 
 
 def map_csv(mapped: ModelMap, table: MapTable = "nodes") -> str:
-    """A table of a map as CSV, with lists by comma."""
-    return csv_text(
-        [replace(column, value=_texts(column)) for column in _COLUMNS[table]], mapped.rows(table)
-    )
+    """A table of a map as CSV, with commas between items."""
+    columns = [replace(column, value=_texts(column)) for column in _COLUMNS[table]]
+    return csv_text(columns, mapped.rows(table))
 
 
 def _texts(column: Column[Any]) -> Callable[[Any], str]:

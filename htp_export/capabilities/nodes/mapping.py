@@ -1,4 +1,4 @@
-"""``nodes``: which node computes which module and reads which parameter, and the other way around."""
+"""`nodes`: a map from nodes to their modules and parameters, and back."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from htp_export.weights.parameter_places import (
 def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> ModelMap:
     """Map the nodes, modules, parameters and initializers of a model to each other.
 
-    The nodes of a module are known from its tags. The file says which parameters each module had in
-    PyTorch, and which of them each initializer was made of, see ``docs/nodes.md``. Weights are not
-    read.
+    The modules of nodes are in their tags. The file lists PyTorch's parameters of each module, and
+    the parameters of which each initializer consists, see ``docs/nodes.md``. Weights are not
+    loaded.
 
     Thread-safe, also for calls on the same model.
 
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
             not changed.
-        select: Only these modules and those inside them, with their nodes, parameters and weights.
+        select: Only these modules and their descendants, with their nodes, parameters and weights.
 
     Returns:
         The map: ``.nodes``, ``.modules[path]``, ``.parameters[name]``, ``.initializers[name]``.
@@ -71,23 +71,28 @@ def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> Mode
 
 
 class _Mapper:
+    """Maps nodes, modules, parameters and initializers; with a selection, only its part of them."""
+
     def __init__(self, tagged: TaggedModel, selected: Sequence[str] | None) -> None:
-        self._tagged, self._all = tagged, selected is None
+        self._tagged = tagged
+        self._all = selected is None
         roots = set(selected or ())
-        self._chosen = {
-            path: None for path in tagged if self._all or not roots.isdisjoint(tags.ancestors(path))
-        }
+        self._chosen: dict[str, None] = {}
+        for path in tagged:
+            if self._all or not roots.isdisjoint(tags.ancestors(path)):
+                self._chosen[path] = None
         self._sources = WeightSources(tagged)
         self._places = ParameterPlaces(tagged, self._sources)
-        names = UsedNames()
+        unique = UsedNames()
         self._names = {
-            value: names.unused(value.name or "unnamed") for value in self._places.places
+            value: unique.unused(value.name or "unnamed") for value in self._places.places
         }
         self._functions = {
             body.graph: "::".join(body.identifier()[:2]) for body in tagged.model.functions.values()
         }
 
     def result(self) -> ModelMap:
+        """Map the selected nodes first; the other tables list the nodes of each entry."""
         nodes = {node: self._node(node) for node in self._tagged.nodes if self._is_chosen(node)}
         of_module: defaultdict[str, list[MappedNode]] = defaultdict(list)
         of_parameter: defaultdict[str, list[MappedNode]] = defaultdict(list)
@@ -97,21 +102,19 @@ class _Mapper:
                 of_module[module].append(mapped)
             for weight in dict.fromkeys(source.tensor for source in self._read_by(node)):
                 of_weight[weight].append(mapped)
-            for parameter in dict.fromkeys(
-                self._places.declared[use.name].first for use in mapped.parameters
-            ):
+            # Tied parameters are mapped under the name of the first.
+            parameters = [self._places.declared[use.name].first for use in mapped.parameters]
+            for parameter in dict.fromkeys(parameters):
                 of_parameter[parameter].append(mapped)
-        weights = {
-            value: name for value, name in self._names.items() if self._all or of_weight[value]
-        }
+        initializers = {}
+        for value, name in self._names.items():
+            if self._all or of_weight[value]:
+                initializers[name] = self._initializer(value, name, of_weight[value])
         return ModelMap(
             nodes=tuple(nodes.values()),
             modules={path: self._module(path, of_module[path]) for path in self._chosen},
             parameters=self._parameters(of_parameter),
-            initializers={
-                name: self._initializer(value, name, of_weight[value])
-                for value, name in weights.items()
-            },
+            initializers=initializers,
             from_pytorch=self._tagged.parameters is not None,
             tags=self._tagged.tag_facts,
         )
@@ -121,14 +124,17 @@ class _Mapper:
         return self._all or not {*work.owners, *work.modules}.isdisjoint(self._chosen)
 
     def _read_by(self, node: ir.Node) -> Iterator[WeightSource]:
-        """The weights that a node reads; none for a call of a function, whose nodes read them."""
-        if not self._sources.calls_function(node):
-            yield from (
-                source for _, source in self._sources.read_by(node) if source.tensor in self._names
-            )
+        """The weights that a node uses; none for a call of a function, whose nodes use them."""
+        if self._sources.calls_function(node):
+            return
+        for _, source in self._sources.read_by(node):
+            if source.tensor in self._names:
+                yield source
 
     def _node(self, node: ir.Node) -> MappedNode:
-        work, hierarchy = self._tagged.index.works[node], self._tagged.hierarchy
+        """The entry of a node."""
+        work = self._tagged.index.works[node]
+        hierarchy = self._tagged.hierarchy
         calls: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
         for path, number in work.calls:
             if hierarchy[path].calls > 1:
@@ -147,12 +153,14 @@ class _Mapper:
         )
 
     def _inside(self, node: ir.Node) -> str:
+        """The function or node that contains a node; empty for the main graph."""
         if node.graph is None or node.graph is self._tagged.model.graph:
             return ""
         holders = self._tagged.index.holders(node.graph)
         return self._functions.get(node.graph) or (name_of_node(holders[0]) if holders else "")
 
     def _uses(self, node: ir.Node, owners: Sequence[str]) -> Iterator[ParameterUse]:
+        """The parameters in the weights that a node uses, as its owners use them."""
         for source in self._read_by(node):
             readers = owners_within(owners, source.within)
             for place in self._places.read_in(source.tensor, readers):
@@ -160,28 +168,35 @@ class _Mapper:
                 yield ParameterUse(name, self._names[source.tensor], (*place.how, *source.how))
 
     def _module(self, path: str, nodes: Sequence[MappedNode]) -> MappedModule:
-        info, held = self._tagged.hierarchy[path], (self._tagged.parameters or {}).get(path)
-        names = tuple(tags.below(path, name) for name in held.shapes) if held is not None else ()
+        info = self._tagged.hierarchy[path]
+        own = (self._tagged.parameters or {}).get(path)
+        names = () if own is None else tuple(tags.below(path, name) for name in own.shapes)
         return MappedModule(path, info.class_name, info.calls, info.fate, tuple(nodes), names)
 
     def _parameters(self, nodes: Mapping[str, Sequence[MappedNode]]) -> dict[str, MappedParameter]:
+        """Name → parameter; parameters outside the selection only if a selected node uses them."""
         uses: defaultdict[str, list[InitializerUse]] = defaultdict(list)
         for value, places in self._places.places.items():
             for place in places:
                 uses[place.parameter].append(InitializerUse(self._names[value], place.how))
         parameters = {}
-        for name, held in self._places.declared.items():
-            first, readers = held.first, tuple(nodes.get(held.first, ()))
-            if self._all or readers or held.module in self._chosen:
-                uses_of = tuple(uses[first])
+        for name, declared in self._places.declared.items():
+            users = tuple(nodes.get(declared.first, ()))
+            if self._all or users or declared.module in self._chosen:
                 parameters[name] = MappedParameter(
-                    name, held.module, held.shape, held.tied, uses_of, readers
+                    name=name,
+                    module=declared.module,
+                    shape=declared.shape,
+                    tied=declared.tied,
+                    initializers=tuple(uses[declared.first]),
+                    nodes=users,
                 )
         return parameters
 
     def _initializer(
         self, value: ir.Value, name: str, nodes: Sequence[MappedNode]
     ) -> MappedInitializer:
+        """The entry of a weight."""
         tensor = stored_tensor(value)
         assert tensor is not None
         owners = [owner for node in nodes for owner in node.modules]
@@ -189,6 +204,6 @@ class _Mapper:
             ParameterUse(self._places.name_in(place.parameter, owners), name, place.how)
             for place in self._places.places[value]
         )
-        return MappedInitializer(
-            name, tuple(tensor.shape.numpy()), dtype_name(tensor.dtype), parameters, tuple(nodes)
-        )
+        shape = tuple(tensor.shape.numpy())
+        dtype = dtype_name(tensor.dtype)
+        return MappedInitializer(name, shape, dtype, parameters, tuple(nodes))

@@ -16,14 +16,14 @@ def nodes_command(
     file: FileArgument,
     select: SelectOption = None,
     table: Annotated[
-        Literal["nodes", "modules", "parameters", "initializers"], "What has a line each."
+        Literal["nodes", "modules", "parameters", "initializers"], "The kind of the rows."
     ] = "nodes",
     as_json: JsonOption = False,
     as_csv: Annotated[bool, "Write the table as CSV."] = False,
 ) -> None:
     """Map nodes to modules and parameters, and back.
 
-    A line for each node, module, parameter or initializer; JSON has all of them.
+    A table has one row for each node, module, parameter or initializer; JSON has all tables.
     """
     from htp_export.capabilities.nodes.map_result import DRAWN_COLUMNS, map_csv
     from htp_export.capabilities.nodes.mapping import nodes

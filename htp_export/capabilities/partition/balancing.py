@@ -1,8 +1,7 @@
-"""What each part of a chain weighs, and where to cut it, so that its heaviest part is light and little is carried."""
+"""Weights of the parts of a chain, and balanced cuts with few tensors between the parts."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from bisect import bisect_left
@@ -20,7 +19,7 @@ from htp_export.model.parts import constant_bytes, weight_bytes
 from htp_export.model.tagged import TaggedModel
 
 _FIELDS = ("total_ms", "flops")
-"""What is taken of results by module, whichever they have."""
+"""Fields of results by module that can serve as weights, in order of preference."""
 
 
 class _ByModule(Protocol):
@@ -29,14 +28,14 @@ class _ByModule(Protocol):
 
 
 Balance: TypeAlias = str | Mapping[str, float] | _ByModule
-"""Everything that stages can be balanced by."""
+"""The types by which stages can be balanced."""
 
 
 def weigh(chain: Chain, balance: Balance) -> list[float]:
-    """The weight of every unit of a chain; see `partition` for what it may be balanced by.
+    """The weight of every unit of a chain; see `partition` for the types of ``balance``.
 
-    Where only some modules have a number, that of the nearest one above is spread over the nodes
-    that it is left for.
+    Where only some modules have a number, the number of the nearest ancestor is spread over the
+    remaining nodes.
     """
     from htp_export.costs.costing import cost
 
@@ -62,7 +61,11 @@ def weigh(chain: Chain, balance: Balance) -> list[float]:
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Numbers by module from a JSON file, a plain object or that of ``htp-export profile --json``; or a `FileError`."""
+    """Read numbers by module from a JSON file: a plain object, or ``htp-export profile --json``.
+
+    Raises:
+        FileError: The file has another content.
+    """
     data = read_json(path)
     listed = data.get("modules", data) if isinstance(data, dict) else None
     if not isinstance(listed, dict):
@@ -76,34 +79,34 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _numbers(tagged: TaggedModel, balance: Mapping[str, Any] | _ByModule) -> dict[str, float]:
+    """Module path → validated number."""
     entries = balance if isinstance(balance, Mapping) else getattr(balance, "modules", None)
     if not isinstance(entries, Mapping):
         raise InputError(
             f"stages are balanced by numbers for modules, not by {type(balance).__name__}"
         )
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for path, entry in entries.items():
         if path not in tagged:
-            raise InputError(
-                f"the numbers to balance by name module {path!r}, which is not in the model"
-            )
+            raise InputError(f"balance names module {path!r}, which is not in the model")
         number = _number_of(entry)
         if not _is_number(number) or not math.isfinite(number) or number < 0:
             raise InputError(
-                f"the number to balance by is no weight: module {path!r} has {number!r}"
+                f"balance needs finite numbers from 0 up: module {path!r} has {number!r}"
             )
-        found[path] = float(number)
-    if not any(found.values()):
+        numbers[path] = float(number)
+    if not any(numbers.values()):
         raise InputError("the numbers to balance by are all zero")
-    return found
+    return numbers
 
 
 def _number_of(entry: Any) -> Any:
-    """What is said of a module: a number, or one of the fields of a row of a result, also as JSON has it."""
-    fields = (
-        entry if isinstance(entry, dict) else {name: getattr(entry, name, None) for name in _FIELDS}
-    )
-    return next((fields[name] for name in _FIELDS if fields.get(name) is not None), entry)
+    """The value for a module: a number, or one of ``_FIELDS`` of a row, as an object or JSON."""
+    for name in _FIELDS:
+        value = entry.get(name) if isinstance(entry, dict) else getattr(entry, name, None)
+        if value is not None:
+            return value
+    return entry
 
 
 def _is_number(value: Any) -> bool:
@@ -111,22 +114,23 @@ def _is_number(value: Any) -> bool:
 
 
 def _spread(chain: Chain, numbers: Mapping[str, float]) -> list[float]:
-    """Give every module's number, less what the modules below it have, to its nodes in equal shares."""
-    told = {path: number for path, number in numbers.items() if path in chain.spans}
-    left = dict(told)
-    for path, number in told.items():
-        above = nearest_above(path, told)
+    """Divide every module's number, minus its descendants' numbers, equally among its nodes."""
+    numbered = {path: number for path, number in numbers.items() if path in chain.spans}
+    left = dict(numbered)
+    for path, number in numbered.items():
+        above = nearest_above(path, numbered)
         if above is not None:
             left[above] -= number
-    units: dict[str, list[int]] = {path: [] for path in told}
+    units: dict[str, list[int]] = {path: [] for path in numbered}
     for node, place in chain.places.items():
-        nearest = next((up for up in ancestors(chain.owner(node)) if up in told), None)
-        if nearest is not None:
-            units[nearest].append(place)
+        for ancestor in ancestors(chain.owner(node)):
+            if ancestor in numbered:
+                units[ancestor].append(place)
+                break
     weights = [0.0] * chain.units
-    for path, found in units.items():
+    for path, own_units in units.items():
         low, high = chain.spans[path]
-        places = found or range(low, high + 1)
+        places = own_units or range(low, high + 1)
         for place in places:
             weights[place] += max(left[path], 0.0) / len(places)
     return weights
@@ -139,18 +143,18 @@ def balanced_cuts(
     count: int,
     slack: float,
 ) -> list[int]:
-    """Choose cuts of a chain into ``count`` consecutive parts, at some of the ``places``: ``k`` lies before link ``k``.
+    """Choose cuts of a chain into ``count`` parts; a cut at place ``k`` is before link ``k``.
 
-    First the smallest possible weight of the heaviest part is found. Then, of all choices of cuts
-    whose heaviest part is heavier than that by no more than ``slack``, the one is taken with the
-    least sum of the squared weights of all parts, in units of equal parts, and of the charges of
-    its cuts. Both are dynamic programs over the places: linear partitioning, as in Skiena, *The
-    Algorithm Design Manual*, section 10.7.
+    First the smallest possible weight of the heaviest part is computed. Among all choices whose
+    heaviest part is heavier by at most ``slack``, the result has the least sum of the squared
+    weights of all parts, in units of equal parts, and of the charges of its cuts. Both steps are
+    dynamic programs over the ``places``: linear partitioning, as in Skiena, *The Algorithm Design
+    Manual*, section 10.7.
     """
     if count == 1:
         return []
     before = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=np.float64))))
-    # weight of the chain up to each place, and to its end
+    # Weight of the chain up to each place, and up to its end.
     ends = np.array([0.0, *before[list(places)], before[-1]])
     lightest = _smallest_heaviest(ends, count)
     limit = lightest * (1 + slack) + 1e-9 * ends[-1]
@@ -159,40 +163,40 @@ def balanced_cuts(
 
 
 def _smallest_heaviest(ends: npt.NDArray[np.float64], count: int) -> float:
-    heaviest = ends.copy()  # of the chain up to each place, in as many parts as there were rounds
+    """The smallest possible weight of the heaviest of ``count`` parts."""
+    heaviest = ends.copy()  # of the chain up to each place, in as many parts as rounds so far
     for parts in range(2, count + 1):
         shorter = heaviest
         heaviest = np.full_like(ends, math.inf)
         for end in range(parts, len(ends)):
-            heaviest[end] = np.maximum(
-                shorter[parts - 1 : end], ends[end] - ends[parts - 1 : end]
-            ).min()
+            last_parts = ends[end] - ends[parts - 1 : end]
+            heaviest[end] = np.maximum(shorter[parts - 1 : end], last_parts).min()
     return float(heaviest[-1])
 
 
 def _cheapest(
     ends: npt.NDArray[np.float64], charges: Sequence[float], count: int, limit: float
 ) -> list[int]:
-    """The numbers of the places where the parts begin, but for the first one."""
+    """The indices in ``ends`` at which the parts begin, without the first part."""
     equal = max(float(ends[-1]) / count, 1e-300)
     last = len(ends) - 1
     cost = np.full(len(ends), math.inf)
     cost[0] = 0.0
     chosen: list[list[int]] = []
     for parts in range(1, count + 1):
-        shorter, cost = cost, np.full(len(ends), math.inf)
+        shorter = cost
+        cost = np.full(len(ends), math.inf)
         came_from = [0] * len(ends)
         for end in range(parts, last + 1 - (count - parts)):
             start = max(bisect_left(ends, ends[end] - limit), parts - 1)
             costs = shorter[start:end] + ((ends[end] - ends[start:end]) / equal) ** 2
             if costs.size:
-                # what weighs nothing stays with what is before it
+                # Of equal costs, the last start: units without weight stay in the part before.
                 best = costs.size - 1 - int(np.argmin(costs[::-1]))
-                came_from[end], cost[end] = start + best, float(costs[best]) + charges[end]
+                came_from[end] = start + best
+                cost[end] = float(costs[best]) + charges[end]
         chosen.append(came_from)
-    cuts = list(
-        itertools.accumulate(
-            reversed(chosen[1:]), lambda end, came_from: came_from[end], initial=last
-        )
-    )
+    cuts = [last]
+    for came_from in reversed(chosen[1:]):
+        cuts.append(came_from[cuts[-1]])
     return cuts[:0:-1]

@@ -1,4 +1,4 @@
-"""A model as a chain of modules in the order in which they run, the borders where it can be cut, and its stages."""
+"""A model as a chain of modules in execution order, the borders where it can be cut, and stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NoReturn
 
 import onnx_ir as ir
 
@@ -34,12 +34,13 @@ from htp_export.runtime.faulty_optimizers import safe_entries
 
 @dataclass(frozen=True)
 class Border:
-    """A place between two modules, such that no tensor flows back over it and every other module is on one side.
+    """A place between two modules at which the chain can be cut.
 
-    ``place`` units of the chain lie before it, ``module`` is the outermost that begins there, and
-    ``tensors`` cross it. It cuts so many of the modules around it that run, but for the root.
-    ``sequential``: the module reads what those right before it compute, and does not run beside
-    them.
+    No tensor flows back over it, and every module except its ancestors is on one side. ``place``
+    is the number of units before it, ``module`` the outermost that begins there, and ``tensors``
+    the number that cross it. ``cuts`` is the number of ancestors that run and are cut, except for
+    the root. ``sequential``: the module uses results of the modules right before it, and does not
+    run beside them.
     """
 
     place: int
@@ -50,71 +51,69 @@ class Border:
 
 
 class Chain:
-    """The innermost modules of a model, one after another, and the place of every node among them.
+    """The innermost modules of a model in a row, and the place of every node among them.
 
-    A *unit* is a module with nodes, none of whose submodules has any. What a module computes around
-    its submodules has its place right after the last of the units whose results it reads, or, where
-    it reads only the model's inputs, right before the first one that reads it. What depends on
-    sizes of tensors alone goes after these tensors. Places therefore never decrease along an edge
-    of the graph, and cutting the chain anywhere cuts the graph into parts that run one after
-    another.
+    A *unit* is a module with nodes, none of whose submodules has any. Nodes that a module computes
+    around its submodules have their place right after the last unit whose results they use. Nodes
+    that use only the model's inputs have theirs right before their first consumer, and computations
+    on sizes of tensors right after these tensors. Places therefore never decrease along an edge of
+    the graph, and each cut of the chain divides the graph into parts that run one after another.
 
     Attributes:
         tagged: The model.
-        units: How many units there are.
-        spans: Module path → its first and its last unit, for every module that has nodes of its
-            own.
-        places: Node of the main graph → the unit at which it runs. Constants that are repeated are
-            not in it.
+        units: Number of units.
+        spans: Module path → its first and last unit, for modules with nodes in their regions.
+        places: Node of the main graph → the unit at which it runs, without constants that are
+            repeated in each stage.
     """
 
     def __init__(self, tagged: TaggedModel) -> None:
-        self.tagged, self.cutter = tagged, Cutter(tagged)
+        self.tagged = tagged
+        self.cutter = Cutter(tagged)
         self.constants = constants = Constants(tagged, self.cutter)
         self._nodes = [node for node in tagged.model.graph if not constants.is_repeated(node)]
         first: dict[str, int] = {}
         for number, node in enumerate(self._nodes):
-            if not constants.is_common(node):
-                new = itertools.takewhile(
-                    lambda up: up not in first, tags.ancestors(self.owner(node))
-                )
-                first.update(dict.fromkeys(new, number))
+            if constants.is_common(node):
+                continue
+            for path in tags.ancestors(self.owner(node)):
+                if path in first:
+                    break
+                first[path] = number
         self.spans = self._number(first)
         self.units = self.spans[""][1] + 1
         self.places: Mapping[ir.Node, int] = self._place()
 
     def reads(self, node: ir.Node) -> Iterator[ir.Value]:
-        """What a node reads of the main graph, in its subgraphs too, but for what comes along."""
+        """The values that a node uses, in its subgraphs too, without repeated constants."""
         return (value for value in self.cutter.reads(node) if not self.constants.comes_along(value))
 
-    def _makers(self, node: ir.Node) -> set[ir.Node]:
-        return {
-            producer for value in self.reads(node) if (producer := value.producer()) is not None
-        }
+    def _producers(self, node: ir.Node) -> set[ir.Node]:
+        producers = {value.producer() for value in self.reads(node)}
+        return {producer for producer in producers if producer is not None}
 
     def owner(self, node: ir.Node) -> str:
-        """The first module that a node computes: shared work is there when it is needed first."""
+        """The first owner of a node: shared work is placed where it is first needed."""
         return next(iter(self.tagged.owners_of(node)), "")
 
     def _span(self, node: ir.Node) -> tuple[int, int]:
-        """The units between which a node has to run."""
+        """The range of units in which a node must run."""
         anywhere = (0, self.units - 1)
-        return (
-            anywhere
-            if self.constants.is_common(node)
-            else self.spans.get(self.owner(node), anywhere)
-        )
+        if self.constants.is_common(node):
+            return anywhere
+        return self.spans.get(self.owner(node), anywhere)
 
-    # --- places -----------------------------------------------------------------------------------------
+    # --- places ---------------------------------------------------------------------------------
 
     def _number(self, first: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-        """Number the units in the order in which they first run; every module's span."""
+        """Number the units in the order of their first run; return every module's span."""
         spans: dict[str, tuple[int, int]] = {}
-        units, waiting = 0, [""]
-        # a stack of our own: modules may lie deeper than functions can call each other
+        units = 0
+        waiting = [""]
+        # A stack instead of recursion: modules may be nested deeper than Python's limit.
         while waiting:
             path = waiting.pop()
-            if path in spans:  # all below it have theirs
+            if path in spans:  # all descendants have their spans
                 spans[path] = (spans[path][0], units - 1)
                 continue
             spans[path] = (units, units)
@@ -125,13 +124,14 @@ class Chain:
         return spans
 
     def _place(self) -> dict[ir.Node, int]:
+        """Node → unit: after its producers; before its consumers if it only needs model inputs."""
         places: dict[ir.Node, int] = {}
         moving: set[ir.Node] = set()
         for node in self._nodes:
             low, high = self._span(node)
-            makers = self._makers(node)
-            places[node] = max([low, *(places[maker] for maker in makers)])
-            if low < high and makers <= moving:
+            producers = self._producers(node)
+            places[node] = max([low, *(places[producer] for producer in producers)])
+            if low < high and producers <= moving:
                 moving.add(node)
         for node in reversed(self._nodes):
             if node in moving:
@@ -139,23 +139,27 @@ class Chain:
         return places
 
     def _delay(self, node: ir.Node, places: dict[ir.Node, int]) -> None:
-        """Move what only needs the model's inputs to where it is needed first."""
-        uses = [use for value in node.outputs for use in value.uses()]
-        users = {[*self.tagged.index.scopes(use.node)][-1] for use in uses}  # of the main graph
-        if users and not any(value.is_graph_output() for value in node.outputs):
-            places[node] = max(
-                places[node], min(self._span(node)[1], *(places[user] for user in users))
-            )
+        """Move a node that only needs the model's inputs to its first consumer."""
+        if any(value.is_graph_output() for value in node.outputs):
+            return
+        consumers = set[ir.Node]()
+        for value in node.outputs:
+            for use in value.uses():
+                # The node of the main graph that contains the consumer.
+                consumers.add([*self.tagged.index.scopes(use.node)][-1])
+        if consumers:
+            latest = min(self._span(node)[1], *(places[consumer] for consumer in consumers))
+            places[node] = max(places[node], latest)
 
     def owned_places(self) -> Iterator[tuple[ir.Node, int]]:
-        """Nodes with their places, without those that compute sizes: these may be at any module."""
+        """Nodes with their places, without computations on sizes, which may be at any module."""
         return (
             (node, place) for node, place in self.places.items() if node not in self.constants.sizes
         )
 
     @cached_property
     def weight_places(self) -> Mapping[ir.Value, int]:
-        """Weight → the unit at which it is read first."""
+        """Weight → the first unit that uses it."""
         first: dict[ir.Value, int] = {}
         for node, place in self.places.items():
             for value in self.reads(node):
@@ -163,7 +167,7 @@ class Chain:
                     first[value] = min(first.get(value, place), place)
         return first
 
-    # --- borders ----------------------------------------------------------------------------------------
+    # --- borders --------------------------------------------------------------------------------
 
     @cached_property
     def borders(self) -> tuple[Border, ...]:
@@ -173,21 +177,18 @@ class Chain:
             outermost.setdefault(low, path)
         called = self.tagged.hierarchy.called
         cuts = self._astride(span for path, span in self.spans.items() if path and path in called)
-        crossing, sequential = self._astride(self._crossing()), self._read_from_neighbours()
-        return tuple(
-            Border(
-                place,
-                outermost[place],
-                crossing[place],
-                cuts[place],
-                outermost[place] in sequential,
-            )
-            for place in range(1, self.units)
-            if not self._blocked[place]
-        )
+        crossing = self._astride(self._crossing())
+        sequential = self._sequential_modules()
+        borders = []
+        for place in range(1, self.units):
+            if not self._blocked[place]:
+                module = outermost[place]
+                is_sequential = module in sequential
+                borders.append(Border(place, module, crossing[place], cuts[place], is_sequential))
+        return tuple(borders)
 
     def _astride(self, spans: Iterable[tuple[int, int]]) -> list[int]:
-        """For each place, how many spans have units on both sides."""
+        """For each place, the number of spans with units on both sides."""
         steps = [0] * (self.units + 1)
         for low, high in spans:
             steps[low + 1] += 1
@@ -196,93 +197,88 @@ class Chain:
 
     @cached_property
     def _blocked(self) -> list[int]:
-        """For each place, the nodes after it of modules before it, which run again or are read too early."""
+        """For each place, the number of nodes after it whose modules are before it.
+
+        Such modules run again, or their results are used too early.
+        """
         ends = ((self._span(node)[1], place) for node, place in self.places.items())
         return self._astride((end, place) for end, place in ends if end < place)
 
     def astride(self, place: int) -> str | None:
         """The module on both sides of a place that is no border; None at a border."""
-        return next(
-            (
-                self.owner(node)
-                for node, at in self.places.items()
-                if self._span(node)[1] < place <= at
-            ),
-            None,
-        )
+        for node, unit in self.places.items():
+            if self._span(node)[1] < place <= unit:
+                return self.owner(node)
+        return None
 
     def _crossing(self) -> Iterator[tuple[int, int]]:
-        """The tensors between units, without sizes: where each is made, or a weight read first, and where read last."""
+        """The units between which each tensor, except sizes, must be kept: producer, last consumer.
+
+        For a weight, the first unit is that of its first consumer.
+        """
         for flow in part_tensors(self.tagged, self.places, self._is_sent):
-            read = flow.consumers - {OUTSIDE}
-            made = (
-                flow.producer
-                if flow.value is None
-                else self.weight_places.get(flow.value, flow.producer)
-            )
-            if read and made < max(read):
-                yield made, max(read)
+            consumers = flow.consumers - {OUTSIDE}
+            first = flow.producer
+            if flow.value is not None:
+                first = self.weight_places.get(flow.value, first)
+            if consumers and first < max(consumers):
+                yield first, max(consumers)
 
     def _is_sent(self, value: ir.Value) -> bool:
-        """Whether a tensor is sent to units that read it: a weight, or what is computed from inputs, but for sizes."""
+        """Whether a tensor is sent between units: a weight, or a result that depends on inputs.
+
+        Sizes are not sent.
+        """
         producer = value.producer()
         if producer is None:
             return value in self.constants.weights
         return not self.constants.comes_along(value) and producer not in self.constants.sizes
 
-    def _read_from_neighbours(self) -> set[str]:
-        """The modules that read what the sibling right before them, or what lies between, computes."""
-        found: set[str] = set()
-        before: dict[str, int] = {}  # the first unit of the sibling that runs right before a module
+    def _sequential_modules(self) -> set[str]:
+        """The modules that use results of the sibling right before them, or of nodes in between."""
+        sequential: set[str] = set()
+        # Module → the first unit of the sibling that runs right before it.
+        before: dict[str, int] = {}
         for path in self.spans:
             children = [
                 child for child in self.tagged.hierarchy.children(path) if child in self.spans
             ]
-            ordered = sorted(children, key=lambda child: self.spans[child][0])
-            before.update(
-                (after, self.spans[sibling][0]) for sibling, after in itertools.pairwise(ordered)
-            )
+            children.sort(key=lambda child: self.spans[child][0])
+            for sibling, child in itertools.pairwise(children):
+                before[child] = self.spans[sibling][0]
         for node in self.places:
             if self.constants.is_common(node):
                 continue
-            makers = self._makers(node)
+            producers = self._producers(node)
             for path in tags.ancestors(self.owner(node)):
                 if path in before:
-                    near, start = before[path], self.spans[path][0]
-                    if any(near <= self.places[maker] < start for maker in makers):
-                        found.add(path)
-        return found
+                    near = before[path]
+                    start = self.spans[path][0]
+                    if any(near <= self.places[producer] < start for producer in producers):
+                        sequential.add(path)
+        return sequential
 
 
 def stages_of(chain: Chain, starts: Sequence[int]) -> Partition:
-    """A model cut before some units of its chain, in order: every stage but the first begins at one.
+    """Cut a model before some units of its chain, in order; each is the start of a stage.
 
-    The stages are cut from the last one to the first: what one needs of those before it is what
-    these have to give. An `InputError` names a stage that computes nothing that is needed.
+    The stages are cut from the last to the first: the inputs of a stage are the required outputs of
+    earlier ones.
+
+    Raises:
+        InputError: A stage computes nothing that is needed.
     """
-    tagged, graph, homes = chain.tagged, chain.tagged.model.graph, _Homes(chain, starts)
-    wanted: list[dict[str, ir.Value]] = [{} for _ in range(len(starts) + 1)]
+    tagged = chain.tagged
+    graph = chain.tagged.model.graph
+    homes = _Homes(chain, starts)
+    required: list[dict[str, ir.Value]] = [{} for _ in range(len(starts) + 1)]
     for value in graph.outputs:
-        wanted[homes.of(value)][output_name(value)] = value
+        required[homes.of(value)][output_name(value)] = value
     cuts: list[tuple[Cut, dict[str, int | None]]] = []
-    for number in reversed(range(len(wanted))):
-        if not wanted[number]:
-            place = starts[number - 1] if number else 0
-            begins = next((border.module for border in chain.borders if border.place == place), "")
-            raise InputError(
-                f"the stage that begins at module {begins!r} would compute nothing that the stages after it or the "
-                "model's outputs need; leave it out"
-            )
-        part = homes.cut(number, wanted[number])
-        inputs: dict[str, ir.Value] = {}
-        sources: dict[str, int | None] = {}
-        for value in part.inputs.values():
-            given = value.is_graph_input() and not value.is_initializer()
-            name = str(value.name) if given else output_name(value)
-            inputs[name], sources[name] = value, None if given else homes.of(value)
-            if not given:
-                wanted[homes.of(value)][name] = value
-        cuts.append((replace(part, inputs=inputs), sources))
+    for number in reversed(range(len(required))):
+        if not required[number]:
+            _raise_useless(chain, starts[number - 1] if number else 0)
+        cuts.append(_cut_stage(homes, number, required))
     modules = _whole_modules(chain, homes)
     seen: set[ir.Value] = set()
     stages = []
@@ -292,20 +288,52 @@ def stages_of(chain: Chain, starts: Sequence[int]) -> Partition:
         size = weight_bytes(new) + sum(map(constant_bytes, part.nodes))
         stages.append(_stage(tagged, part, modules[number], sources, size))
     return Partition(
-        tagged.hierarchy.root.simple_class or graph.name or "model",
-        tuple(stages),
-        {
-            str(value.name): StageTensor.of(value)
-            for value in graph.inputs
-            if not value.is_initializer()
-        },
-        {str(value.name): (homes.of(value), output_name(value)) for value in graph.outputs},
-        _versions(tagged),
+        name=tagged.hierarchy.root.simple_class or graph.name or "model",
+        stages=tuple(stages),
+        inputs=_stage_tensors(value for value in graph.inputs if not value.is_initializer()),
+        outputs={str(value.name): (homes.of(value), output_name(value)) for value in graph.outputs},
+        versions=_versions(tagged),
     )
 
 
+def _cut_stage(
+    homes: _Homes, number: int, required: Sequence[dict[str, ir.Value]]
+) -> tuple[Cut, dict[str, int | None]]:
+    """Cut one stage; return it with the sources of its inputs, which become required."""
+    part = homes.cut(number, required[number])
+    inputs: dict[str, ir.Value] = {}
+    sources: dict[str, int | None] = {}
+    for value in part.inputs.values():
+        if value.is_graph_input() and not value.is_initializer():
+            name = str(value.name)
+            sources[name] = None
+        else:
+            name = output_name(value)
+            sources[name] = source = homes.of(value)
+            required[source][name] = value
+        inputs[name] = value
+    return replace(part, inputs=inputs), sources
+
+
+def _raise_useless(chain: Chain, place: int) -> NoReturn:
+    """Raise an `InputError` for a stage that computes nothing for other stages or outputs."""
+    module = ""
+    for border in chain.borders:
+        if border.place == place:
+            module = border.module
+            break
+    raise InputError(
+        f"the stage that begins at module {module!r} would compute nothing that the stages after it or the "
+        "model's outputs need; leave it out"
+    )
+
+
+def _stage_tensors(values: Iterable[ir.Value]) -> dict[str, StageTensor]:
+    return {str(value.name): StageTensor.of(value) for value in values}
+
+
 class _Homes:
-    """Which stage makes a value, and which nodes each has."""
+    """The stage of each value and node."""
 
     def __init__(self, chain: Chain, starts: Sequence[int]) -> None:
         self._chain = chain
@@ -318,27 +346,34 @@ class _Homes:
             self._nodes[stage].add(node)
 
     def of(self, value: ir.Value) -> int:
-        """The stage that makes a value or holds it; the first for what has no place, inputs and cheap constants."""
+        """The stage of a value: of its producer, or of a weight's first consumer.
+
+        Inputs and cheap constants, which have no place, count for the first stage.
+        """
         producer = value.producer()
-        return self._weights.get(value, 0) if producer is None else self.of_node.get(producer, 0)
+        if producer is None:
+            return self._weights.get(value, 0)
+        return self.of_node.get(producer, 0)
 
     def cut(self, number: int, wanted: Mapping[str, ir.Value]) -> Cut:
-        """A stage, with the cheap constants that it needs and the weights that it is the first to read."""
+        """A stage, with the cheap constants that it needs, and the weights that it uses first."""
         constants = self._chain.constants
 
         def comes_along(value: ir.Value) -> bool:
-            return constants.comes_along(value) or (
-                value in constants.weights and self.of(value) == number
-            )
+            is_own_weight = value in constants.weights and self.of(value) == number
+            return constants.comes_along(value) or is_own_weight
 
         return self._chain.cutter.cut_nodes(self._nodes[number], wanted, comes_along)
 
 
 def _whole_modules(chain: Chain, homes: _Homes) -> Mapping[int, Sequence[str]]:
-    """Stage → the outermost modules all of whose nodes it has, but for constants and sizes that may be anywhere."""
+    """Stage → the outermost modules that are completely in it, in execution order.
+
+    Constants and sizes do not count: they may be anywhere.
+    """
     stages: defaultdict[str, set[int]] = defaultdict(set)
     first: dict[str, int] = {}
-    starts: dict[tuple[str, int], int] = {}  # of an owner's nodes in a stage
+    starts: dict[tuple[str, int], int] = {}  # owner and stage → first unit
     for node, place in chain.owned_places():
         key = (chain.owner(node), homes.of_node[node])
         starts[key] = min(starts.get(key, place), place)
@@ -346,12 +381,12 @@ def _whole_modules(chain: Chain, homes: _Homes) -> Mapping[int, Sequence[str]]:
         for path in filter(chain.tagged.hierarchy.__contains__, tags.ancestors(owner)):
             stages[path].add(stage)
             first[path] = min(first.get(path, place), place)
-    whole = {path: next(iter(where)) for path, where in stages.items() if len(where) == 1}
-    found: defaultdict[int, list[str]] = defaultdict(list)
+    whole = {path: next(iter(numbers)) for path, numbers in stages.items() if len(numbers) == 1}
+    outermost: defaultdict[int, list[str]] = defaultdict(list)
     for path in sorted(whole, key=first.__getitem__):
         if chain.tagged.hierarchy.parent(path) not in whole:
-            found[whole[path]].append(path)
-    return found
+            outermost[whole[path]].append(path)
+    return outermost
 
 
 def _stage(
@@ -361,30 +396,28 @@ def _stage(
     sources: Mapping[str, int | None],
     parameter_bytes: int,
 ) -> Stage:
+    """A stage with its stand-alone model."""
     model = _stage_model(tagged, part, frozenset(modules))
     return Stage(
-        tuple(modules),
-        {
-            str(value.name): StageTensor.of(value)
-            for value in model.graph.inputs
-            if not value.is_initializer()
-        },
-        {str(value.name): StageTensor.of(value) for value in model.graph.outputs},
-        sources,
-        sum(1 for _ in model.graph.all_nodes()),
-        parameter_bytes,
+        modules=tuple(modules),
+        inputs=_stage_tensors(value for value in model.graph.inputs if not value.is_initializer()),
+        outputs=_stage_tensors(model.graph.outputs),
+        sources=sources,
+        nodes=sum(1 for _ in model.graph.all_nodes()),
+        parameter_bytes=parameter_bytes,
         model=model,
         session_config=safe_entries(model),
     )
 
 
 def _stage_model(tagged: TaggedModel, part: Cut, modules: frozenset[str]) -> ir.Model:
-    """A stand-alone model of a stage, with the modules that have nodes in it, those above, and those below."""
+    """A stand-alone model of a stage, with its modules, their ancestors and descendants."""
     graph, _ = cut_graph(tagged, part)
     model = model_around(tagged, graph)
     tree = tagged.hierarchy
     whole = {path for path in tree if any(up in modules for up in tags.ancestors(path))}
-    first = {owners[0] for node in all_nodes(model) if (owners := tagged.owners_of(node))}
+    owners = filter(None, map(tagged.owners_of, all_nodes(model)))
+    first = {node_owners[0] for node_owners in owners}
     inside = whole | first | tags.all_above(first) | {""}
     narrow_owners(
         tagged,
@@ -403,9 +436,10 @@ def _stage_model(tagged: TaggedModel, part: Cut, modules: frozenset[str]) -> ir.
 
 
 def _versions(tagged: TaggedModel) -> dict[str, Any]:
+    """The versions in the manifest."""
     try:
         ours = version("htp-export")
-    except PackageNotFoundError:  # run from its sources
+    except PackageNotFoundError:  # not installed: run from its sources
         ours = "unknown"
     return {
         "htp_export": ours,

@@ -29,18 +29,18 @@ def partition_command(
     file: FileArgument,
     stages: Annotated[
         list[str],
-        "How many stages; or the modules at which they begin: encoder.layer.4 encoder.layer.8",
+        "The number of stages; or the modules at which they begin: encoder.layer.4 encoder.layer.8",
     ],
     output: Annotated[Path, "The folder to write.", Writes()],
     balance: Annotated[
         str,
-        "What to balance: parameters, flops, or JSON: a number for each module path, as of profile --json.",
+        "The weights: parameters, flops, or JSON with a number for each module path, as of profile --json.",
     ] = "parameters",
     slack: Annotated[
         float,
         typer.Option(
             min=0,
-            help="How much heavier than need be the heaviest stage may be, for better borders.",
+            help="How much heavier than necessary the heaviest stage may be, for better borders.",
         ),
     ] = 0.05,
     serve: Annotated[
@@ -59,13 +59,13 @@ def partition_command(
     from htp_export.capabilities.partition.staging import partition
 
     check_folder(output)
-    if (
-        balance not in ("parameters", "flops")
-        and not Path(balance).suffix
-        and not Path(balance).exists()
-    ):
-        raise InputError(f"--balance {balance}: balance parameters or flops, or name a JSON file")
-    weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)
+    weights: Any = balance
+    if balance not in ("parameters", "flops"):
+        if not Path(balance).suffix and not Path(balance).exists():
+            raise InputError(
+                f"--balance {balance}: balance parameters or flops, or name a JSON file"
+            )
+        weights = read_weights(balance)
     count = _count_of(stages)
     wanted = stages if count is None else count
     with Steps(quiet=as_json).step(f"cutting {file}"):

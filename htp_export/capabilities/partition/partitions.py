@@ -1,4 +1,4 @@
-"""A model in stages: what ``partition`` gives, what its manifest says, and how ONNX Runtime runs it."""
+"""Result of `partition`: stages and their tensors, as data and in a manifest; and their runner."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ VERSION = "1"
 
 @dataclass(frozen=True)
 class StageTensor:
-    """What is known of a tensor.
+    """Type and shape of a tensor.
 
     Attributes:
-        type: Its element type, by ONNX's name: ``"FLOAT"``; None where it is not known, or no
-            tensor.
-        shape: Sizes, names of sizes, or None for sizes without a name; None where even their number
-            is not known.
+        type: Its element type, by ONNX's name: ``"FLOAT"``; None if it is unknown, or not a tensor.
+        shape: Sizes, names of sizes, or None for unnamed sizes; None if even the rank is unknown.
     """
 
     type: str | None
@@ -44,34 +42,34 @@ class StageTensor:
 
     @classmethod
     def of(cls, value: ir.Value) -> StageTensor:
-        """What a graph says of a value."""
-        known = Input.of(value)
-        return cls(None if known.type is None else known.type.name, known.shape)
+        """The type and shape of a value in a graph."""
+        declared = Input.of(value)
+        return cls(None if declared.type is None else declared.type.name, declared.shape)
 
     def __str__(self) -> str:
-        sizes = ["?" if size is None else str(size) for size in self.shape or ()]
-        return f"{self.type or 'unknown type'}" + (
-            "" if self.shape is None else f"[{', '.join(sizes)}]"
-        )
+        kind = self.type or "unknown type"
+        if self.shape is None:
+            return kind
+        return f"{kind}[{', '.join('?' if size is None else str(size) for size in self.shape)}]"
 
 
 @dataclass(frozen=True)
 class Stage(PlainData):
-    """One stage of a model: whole modules that follow each other.
+    """One stage of a model: consecutive whole modules.
 
     Attributes:
-        modules: The outermost modules that are completely in the stage, in order of execution. A
+        modules: The outermost modules that are completely in the stage, in execution order. A
             module that is cut is in none.
         inputs: Input → its type and shape.
         outputs: Output → its type and shape.
         sources: Input → number of the stage that computes it, from 0; None for an input of the
             model.
         nodes: Number of nodes.
-        parameter_bytes: Bytes of its weights, without initializers that earlier stages have, too.
+        parameter_bytes: Bytes of its weights, without initializers of earlier stages.
         file: The file that was written; None if there is none.
         model: The model; None if it was written.
-        files: All its files, ``file`` first, by their paths in the folder of ``file``.
-        session_config: Session configuration entries that ONNX Runtime needs in order to load it.
+        files: All its files, ``file`` first, relative to the folder of ``file``.
+        session_config: Session configuration entries that ONNX Runtime needs to load it.
     """
 
     optional = ("session_config",)
@@ -88,7 +86,7 @@ class Stage(PlainData):
     session_config: Mapping[str, str] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """What the manifest has of it; paths are relative to its folder."""
+        """The entry in the manifest; paths are relative to its folder."""
         return {
             "file": self.file and self.file.name,
             "files": self.files,
@@ -106,13 +104,13 @@ class Stage(PlainData):
 
 @dataclass(frozen=True)
 class PassedTensor:
-    """A tensor that one stage computes and others read.
+    """A tensor that one stage computes and others use.
 
     Attributes:
-        name: Its name, as an output of the one and an input of the others.
+        name: Its name, as an output of the producer and an input of the consumers.
         tensor: Its type and shape.
         made_by: The number of the stage that computes it, from 0.
-        read_by: The numbers of the stages that read it.
+        read_by: The numbers of the stages that use it.
     """
 
     name: str
@@ -121,7 +119,8 @@ class PassedTensor:
     read_by: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"  {self.name}: {self.tensor}, from stage {self.made_by} to {', '.join(map(str, self.read_by))}"
+        stages = ", ".join(map(str, self.read_by))
+        return f"  {self.name}: {self.tensor}, from stage {self.made_by} to {stages}"
 
 
 @dataclass(frozen=True)
@@ -148,18 +147,19 @@ class Partition(Result):
 
     @property
     def crossing(self) -> tuple[PassedTensor, ...]:
-        """The tensors that cross from stage to stage, in the order in which they are computed."""
+        """The tensors between stages, in the order in which they are computed."""
         read: dict[tuple[int, str], list[int]] = {}
         for number, stage in enumerate(self.stages):
             for name, source in stage.sources.items():
                 if source is not None:
                     read.setdefault((source, name), []).append(number)
-        return tuple(
-            PassedTensor(name, tensor, number, tuple(read[number, name]))
-            for number, stage in enumerate(self.stages)
-            for name, tensor in stage.outputs.items()
-            if (number, name) in read
-        )
+        passed = []
+        for number, stage in enumerate(self.stages):
+            for name, tensor in stage.outputs.items():
+                if (number, name) in read:
+                    consumers = tuple(read[number, name])
+                    passed.append(PassedTensor(name, tensor, number, consumers))
+        return tuple(passed)
 
     def run(
         self,
@@ -170,9 +170,9 @@ class Partition(Result):
     ) -> dict[str, Any]:
         """Run all stages in ONNX Runtime, one after another, with one of them loaded at a time.
 
-        For several runs, and to keep all stages loaded, use ``open``; both take execution providers
-        in order of preference, and an ``onnxruntime.SessionOptions`` for every stage. For inputs,
-        results and errors see `StageRunner.run`.
+        For several runs, and to keep all stages loaded, use ``open``. Both accept execution
+        providers in order of preference, and an ``onnxruntime.SessionOptions`` for every stage. For
+        inputs, results and errors see `StageRunner.run`.
         """
         with self.open(
             providers=providers, session_options=session_options, keep_loaded=False
@@ -186,7 +186,7 @@ class Partition(Result):
         session_options: Any = None,
         keep_loaded: bool = True,
     ) -> StageRunner:
-        """What runs the stages: a context manager with a method ``run``; it keeps stages loaded once they ran."""
+        """A runner of the stages: a context manager with a method ``run``. Stages stay loaded."""
         return StageRunner(self, SessionSettings(tuple(providers), session_options), keep_loaded)
 
     def data(self) -> dict[str, Any]:
@@ -202,14 +202,18 @@ class Partition(Result):
             ],
             "stages": self.stages,
             "crossing": [
-                {**_tensor(each.name, each.tensor), "from": each.made_by, "to": each.read_by}
-                for each in self.crossing
+                {
+                    **_tensor(passed.name, passed.tensor),
+                    "from": passed.made_by,
+                    "to": passed.read_by,
+                }
+                for passed in self.crossing
             ],
             "files": self.files,
         }
 
     def table(self) -> Table:
-        """The stages."""
+        """The stages, one row each."""
         total = sum(stage.parameter_bytes for stage in self.stages) or 1
         columns: list[Column[tuple[int, Stage]]] = [
             Column("stage", "stage", lambda item: item[0]),
@@ -225,19 +229,22 @@ class Partition(Result):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The tensors that cross, a line each."""
+        """The tensors between stages, one line each."""
         return tuple(map(str, self.crossing))
 
     @property
     def summary(self) -> str:
-        """How many stages there are, and how many tensors go from one to another."""
+        """The number of stages, and of tensors between them."""
+        count = len(self.crossing)
         words = {0: "no tensor crosses", 1: "1 tensor crosses"}
-        return f"{len(self.stages)} stages; {words.get(len(self.crossing), f'{len(self.crossing)} tensors cross')}"
+        return f"{len(self.stages)} stages; {words.get(count, f'{count} tensors cross')}"
 
 
 def _shortened(paths: Sequence[str]) -> str:
-    named = [path or "(root)" for path in paths]
-    return ", ".join(named) if len(named) < 4 else f"{named[0]} ... {named[-1]} ({len(named)})"
+    names = [path or "(root)" for path in paths]
+    if len(names) < 4:
+        return ", ".join(names)
+    return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
 def _tensor(name: str, tensor: StageTensor) -> dict[str, Any]:
@@ -245,10 +252,13 @@ def _tensor(name: str, tensor: StageTensor) -> dict[str, Any]:
 
 
 class StageRunner:
-    """Runs stages; a context manager, which lets go of the loaded stages at its end.
+    """Runs stages; a context manager, which releases the loaded stages at its end.
 
-    Tensors go from stage to stage as ONNX Runtime's own values, and are let go after the last stage
-    that reads them. An InputError says that ONNX Runtime does not have one of the providers.
+    Tensors are passed between stages as ONNX Runtime's own values, and released after their last
+    consumer.
+
+    Raises:
+        InputError: ONNX Runtime does not have one of the providers.
     """
 
     def __init__(self, partition: Partition, settings: SessionSettings, keep_loaded: bool) -> None:
@@ -264,44 +274,47 @@ class StageRunner:
         self.close()
 
     def close(self) -> None:
-        """Let go of the loaded stages."""
+        """Release the loaded stages."""
         self._sessions.clear()
         self._closing.close()
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run all stages: input name → numpy array, torch tensor or nested lists; output name → array.
+        """Run all stages: input name → array, torch tensor or nested lists; output name → array.
 
-        A sequence is a list of arrays, and an optional without value None. An `InputError` says
-        that inputs are not those of the model, or which stage ONNX Runtime cannot load or run.
+        A sequence is a list of arrays, and an optional without value is None.
+
+        Raises:
+            InputError: The inputs do not match the model, or ONNX Runtime cannot load or run a
+                stage, which the message names.
         """
-        stages, outputs = self._partition.stages, self._partition.outputs
-        declared = (
-            Input(name, None if each.type is None else ir.DataType[each.type], each.shape)
-            for name, each in self._partition.inputs.items()
-        )
+        stages = self._partition.stages
+        outputs = self._partition.outputs
+        declared = []
+        for name, tensor in self._partition.inputs.items():
+            dtype = None if tensor.type is None else ir.DataType[tensor.type]
+            declared.append(Input(name, dtype, tensor.shape))
         feed = Inputs(declared).feed(inputs)
         values: dict[tuple[int | None, str], Any] = {
             (None, name): to_value(array, feed.types.get(name))
             for name, array in feed.arrays.items()
         }
-        last_use: dict[tuple[int | None, str], int] = {
-            (source, name): number
-            for number, stage in enumerate(stages)
-            for name, source in stage.sources.items()
-        }
+        last_use: dict[tuple[int | None, str], int] = {}
+        for number, stage in enumerate(stages):
+            for name, source in stage.sources.items():
+                last_use[source, name] = number
         last_use.update(dict.fromkeys(outputs.values(), len(stages)))
         for number, stage in enumerate(stages):
-            given = {name: values[source, name] for name, source in stage.sources.items()}
-            results = self._session(number, stage).run_values(given, list(stage.outputs))
-            values.update(
-                {(number, name): value for name, value in zip(stage.outputs, results, strict=True)}
-            )
-            for key in [key for key in values if last_use.get(key, -1) <= number]:
-                del values[key]
+            arguments = {name: values[source, name] for name, source in stage.sources.items()}
+            results = self._session(number, stage).run_values(arguments, list(stage.outputs))
+            for name, value in zip(stage.outputs, results, strict=True):
+                values[number, name] = value
+            for key in [*values]:
+                if last_use.get(key, -1) <= number:
+                    del values[key]
         return {name: from_value(values[source]) for name, source in outputs.items()}
 
     def _session(self, number: int, stage: Stage) -> Session:
-        """A stage, loaded; a model in memory that stays loaded keeps the folder of its file."""
+        """The session of a stage; an in-memory model that stays loaded keeps its folder."""
         if number in self._sessions:
             return self._sessions[number]
         if stage.file is not None:
@@ -309,11 +322,11 @@ class StageRunner:
         elif stage.model is None:
             raise InputError(f"stage {number} has neither a file nor a model")
         else:
-            with contextlib.ExitStack() as here:
-                folder = (self._closing if self._keep else here).enter_context(temporary_folder())
-                session = Session(
-                    RunnableModel.of(stage.model, f"stage {number}", folder), self._settings
-                )
+            with contextlib.ExitStack() as temporary:
+                owner = self._closing if self._keep else temporary
+                folder = owner.enter_context(temporary_folder())
+                runnable = RunnableModel.of(stage.model, f"stage {number}", folder)
+                session = Session(runnable, self._settings)
         if self._keep:
             self._sessions[number] = session
         return session

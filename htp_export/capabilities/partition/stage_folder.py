@@ -1,4 +1,4 @@
-"""The folder of a partition: written whole, or what was there before stays; and read, wherever it comes from."""
+"""The folder of a partition: written completely or not at all, and read as an untrusted input."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _OPTIMISERS = re.compile(r"\w+(;\w+)*", re.ASCII)
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds anything but an earlier partition; the `FileError` names what is in the way."""
+    """Refuse a folder with other contents than an earlier partition; the error names them."""
     check_whole_folder(folder, "a partition", _files_of_earlier(folder))
 
 
 def _files_of_earlier(folder: Path) -> set[str]:
     try:
         return {_MANIFEST, *load_partition(folder).files}
-    except FileError:  # no earlier partition
+    except FileError:  # there is no earlier partition
         return set()
 
 
@@ -47,9 +47,8 @@ def write_folder(
 ) -> Partition:
     """Write stages and their manifest; an earlier partition in the folder is replaced.
 
-    ``extras`` writes what else goes there, into the folder that it is given, which has the stages
-    already, and returns them with the files that they have then. What was there before is untouched
-    if that fails.
+    ``extras`` writes further files into the new folder, which already contains the stages, and
+    returns the partition with them. If it fails, the earlier contents are unchanged.
     """
     check_folder(folder)
     with named_if_unwritable(folder), whole_folder(folder, _files_of_earlier, _MANIFEST) as new:
@@ -66,13 +65,13 @@ def write_folder(
 
 
 def _write_stage(stage: Stage, number: int, folder: Path) -> Stage:
-    """Write one stage; weights that were in files of their own go into one beside it."""
+    """Write one stage; weights in external files go into one file beside it."""
     if stage.model is None:
         raise ValueError(f"stage {number} has no model to write")
     file = folder / f"stage{number}.onnx"
     write_model(stage.model, file, True if has_external_data(stage.model) else None)
-    others = sorted(name for name in _files(folder) if name.startswith(f"{file.name}."))
-    return replace(stage, file=file, model=None, files=(file.name, *others))
+    data_files = sorted(name for name in _files(folder) if name.startswith(f"{file.name}."))
+    return replace(stage, file=file, model=None, files=(file.name, *data_files))
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -83,7 +82,7 @@ def _files(folder: Path) -> Iterator[str]:
 def load_partition(folder: str | os.PathLike[str]) -> Partition:
     """Open the stages that ``partition`` wrote into a folder.
 
-    The files of the stages are not read. Files that the manifest names must be in its folder.
+    The files of the stages are not loaded. Files in the manifest must be in its folder.
 
     Args:
         folder: The folder.
@@ -92,8 +91,8 @@ def load_partition(folder: str | os.PathLike[str]) -> Partition:
         The stages, which can be run.
 
     Raises:
-        FileError: The manifest is missing or invalid, or a file that it names is missing or outside
-            of the folder.
+        FileError: The manifest is missing or invalid, or one of its files is missing or outside of
+            the folder.
 
     Examples:
         >>> import tempfile, torch, htp_export
@@ -113,25 +112,23 @@ def load_partition(folder: str | os.PathLike[str]) -> Partition:
 
 
 def _read(data: Any, folder: Path) -> Partition:
-    """A manifest that may come from anywhere; every problem is a ValueError, or one of Python's own."""
+    """Read an untrusted manifest; every problem is a ValueError, or one of Python's own errors."""
     if not isinstance(data, dict) or data.get(FORMAT) != VERSION:
         raise ValueError(f"{FORMAT!r} is not {VERSION!r}")
     inputs = _tensors(data["inputs"])
     stages: list[Stage] = []
     for entry in data["stages"]:
-        known = [inputs, *(stage.outputs for stage in stages)]
         sources: dict[str, int | None] = {}
-        for given in entry["inputs"]:
-            name = _text(given["name"])
-            sources[name] = source = None if given["stage"] is None else _count(given["stage"])
+        for tensor in entry["inputs"]:
+            name = _text(tensor["name"])
+            sources[name] = source = None if tensor["stage"] is None else _count(tensor["stage"])
             if source is not None and source >= len(stages):
                 raise ValueError(
-                    f"stage {len(stages)} is said to read {name!r} of a stage that is not before it"
+                    f"stage {len(stages)} uses {name!r} of a stage that is not before it"
                 )
-            if name not in known[0 if source is None else source + 1]:
-                raise ValueError(
-                    f"stage {len(stages)} is said to read {name!r}, which nothing gives"
-                )
+            available = inputs if source is None else stages[source].outputs
+            if name not in available:
+                raise ValueError(f"stage {len(stages)} uses {name!r}, which no stage produces")
         stage = Stage(
             tuple(map(_text, entry["modules"])),
             _tensors(entry["inputs"]),
@@ -148,12 +145,11 @@ def _read(data: Any, folder: Path) -> Partition:
         raise ValueError("it has no stages")
     outputs: dict[str, tuple[int, str]] = {}
     for entry in data["outputs"]:
-        number, made = _count(entry["stage"]), _text(entry["tensor"])
-        if number >= len(stages) or made not in stages[number].outputs:
-            raise ValueError(
-                f"output {entry['name']!r} is said to come from a stage that does not give it"
-            )
-        outputs[_text(entry["name"])] = number, made
+        number = _count(entry["stage"])
+        tensor_name = _text(entry["tensor"])
+        if number >= len(stages) or tensor_name not in stages[number].outputs:
+            raise ValueError(f"output {entry['name']!r} names a stage that does not produce it")
+        outputs[_text(entry["name"])] = number, tensor_name
     files = tuple(_inside(folder, name) for name in data["files"])
     return Partition(
         _text(data["name"]), tuple(stages), inputs, outputs, dict(data["versions"]), folder, files
@@ -161,25 +157,28 @@ def _read(data: Any, folder: Path) -> Partition:
 
 
 def _session_entries(written: Any) -> dict[str, str]:
-    """The session configuration entries of a stage: names of optimisers. Others load libraries or write files."""
+    """The session configuration entries of a stage: names of optimizers.
+
+    No other entry is accepted: some load libraries or write files.
+    """
     if not isinstance(written, dict):
-        raise ValueError(f"session_config: {written!r} is no object")  # noqa: TRY004 - it is a bad value
-    for key, said in written.items():
+        raise ValueError(f"session_config: {written!r} is not an object")  # noqa: TRY004 - it is a bad value
+    for key, value in written.items():
         if key != DISABLED:
             raise ValueError(
                 f"session_config: {key!r} is not allowed; {DISABLED!r} is what partition writes"
             )
-        if not _OPTIMISERS.fullmatch(_text(said)):
-            raise ValueError(f"session_config: {said!r} are no names of optimisers")
+        if not _OPTIMISERS.fullmatch(_text(value)):
+            raise ValueError(f"session_config: {value!r} are no names of optimisers")
     return dict(written)
 
 
 def _inside(folder: Path, name: Any) -> str:
-    """The path of a file that really lies in a folder; it is read as this system and as the others read it."""
+    """The path of a file that really is inside a folder, on this system and on others."""
     pure = PurePosixPath(_text(name))
     outside = pure.is_absolute() or ".." in pure.parts or not pure.parts
     if outside or PureWindowsPath(name).anchor or "\\" in name or "\0" in name:
-        raise ValueError(f"file {name!r} does not lie in its folder; it will not be read")
+        raise ValueError(f"file {name!r} is outside of its folder; it will not be read")
     if not (folder / pure).resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"file {name!r} is a link out of its folder; it will not be read")
     if not (folder / pure).is_file():
@@ -188,26 +187,27 @@ def _inside(folder: Path, name: Any) -> str:
 
 
 def _tensors(listed: Sequence[Any]) -> dict[str, StageTensor]:
-    return {
-        _text(entry["name"]): StageTensor(
-            None if entry["type"] is None else ir.DataType[entry["type"]].name,
-            None if entry["shape"] is None else tuple(map(_size, entry["shape"])),
-        )
-        for entry in listed
-    }
+    tensors = {}
+    for entry in listed:
+        dtype = None if entry["type"] is None else ir.DataType[entry["type"]].name
+        shape = None if entry["shape"] is None else tuple(map(_size, entry["shape"]))
+        tensors[_text(entry["name"])] = StageTensor(dtype, shape)
+    return tensors
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")  # noqa: TRY004 - it is a bad value
+        raise ValueError(f"{value!r} is not a string")  # noqa: TRY004 - it is a bad value
     return value
 
 
 def _size(value: Any) -> int | str | None:
-    return value if value is None or isinstance(value, str) else _count(value)
+    if value is None or isinstance(value, str):
+        return value
+    return _count(value)
 
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no number of something")
+        raise ValueError(f"{value!r} is not a whole number from 0 up")
     return value

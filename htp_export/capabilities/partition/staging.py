@@ -1,4 +1,4 @@
-"""A model in stages: cut between modules, so that each stage can run on a machine of its own."""
+"""`partition`: a model in stages, cut between modules, so that each can run on its own machine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from htp_export.model.tagged import ModelSource, load
 
 
 def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
-    """What writes the configuration of a pipeline for ONNX Runtime GenAI into the folder of its stages.
+    """Return a function that writes the configuration of a pipeline for ONNX Runtime GenAI.
 
-    GenAI's model type ``decoder-pipeline`` runs the stages one after another, hands tensors on by
-    name, and gives the cache to the stages that name it: ``src/models/decoder_only_pipeline.cpp``
+    GenAI's model type ``decoder-pipeline`` runs the stages one after another, passes tensors by
+    name, and passes the cache to the stages that name it: ``src/models/decoder_only_pipeline.cpp``
     in https://github.com/microsoft/onnxruntime-genai.
 
-    Token ids, sizes and the way to choose tokens are those of the whole model's
-    ``genai_config.json``. Only numbers and the names of tensors are taken from it, no paths; the
-    tokenizer beside it is copied. A `FileError` if the file is missing, or is no configuration of a
-    decoder.
+    Token ids, sizes and sampling settings are copied from the whole model's ``genai_config.json``:
+    only numbers and names of tensors, no paths. The tokenizer beside it is copied, too.
+
+    Raises:
+        FileError: The file is missing, or is not the configuration of a decoder.
     """
     if not file.is_file():
         raise FileError(
@@ -41,42 +42,40 @@ def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
     if not isinstance(model, dict) or not isinstance(decoder, dict):
         raise FileError(file, "is no configuration of a decoder for ONNX Runtime GenAI")
     tensors = {key: decoder.get(key) for key in ("inputs", "outputs")}
-    if not all(
-        isinstance(named, dict) and {*map(type, named.values())} <= {str}
-        for named in tensors.values()
-    ):
-        raise FileError(file, "does not name the inputs and outputs of a decoder")
+    for named in tensors.values():
+        if not isinstance(named, dict) or not all(type(name) is str for name in named.values()):
+            raise FileError(file, "does not name the inputs and outputs of a decoder")
     model_settings = {"type": "decoder-pipeline", **_numbers(model)}
-    decoder_settings, search = {**_numbers(decoder), **tensors}, _numbers(whole.get("search"))
+    decoder_settings = {**_numbers(decoder), **tensors}
+    search = _numbers(whole.get("search"))
 
     def write(partition: Partition, folder: Path) -> Partition:
+        """Write ``genai_config.json`` into the folder of written stages."""
         from htp_export.capabilities.huggingface.companions import copy_companions
         from htp_export.capabilities.huggingface.genai import GENAI_CONFIG
 
-        for name, (number, made) in partition.outputs.items():
-            if made != name:
+        for name, (number, stage_name) in partition.outputs.items():
+            if stage_name != name:
                 problem = f"output {name!r} of the model is no result of stage {number}"
-                raise InputError(f"{problem}: ONNX Runtime GenAI cannot take it from there")
-        stages = [
-            {
-                f"stage{number}": {
-                    "filename": stage.files[0],
-                    "inputs": [*stage.inputs],
-                    "outputs": [*stage.outputs],
-                }
+                raise InputError(f"{problem}: ONNX Runtime GenAI cannot use it")
+        stages = []
+        for number, stage in enumerate(partition.stages):
+            entry = {
+                "filename": stage.files[0],
+                "inputs": [*stage.inputs],
+                "outputs": [*stage.outputs],
             }
-            for number, stage in enumerate(partition.stages)
-        ]
+            stages.append({f"stage{number}": entry})
         options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": list[Any]()}
         for stage in partition.stages:
             options |= stage.session_config
         pipeline = {**decoder_settings, "session_options": options, "pipeline": stages}
-        unshared = {"past_present_share_buffer": False}  # stages of such files are not tried
-        settings = search | {name: unshared[name] for name in search.keys() & unshared.keys()}
-        write_json(
-            folder / GENAI_CONFIG,
-            {"model": {**model_settings, "decoder": pipeline}, "search": settings},
-        )
+        settings = dict(search)
+        # Stages of files with shared buffers were not tried.
+        if "past_present_share_buffer" in settings:
+            settings["past_present_share_buffer"] = False
+        config = {"model": {**model_settings, "decoder": pipeline}, "search": settings}
+        write_json(folder / GENAI_CONFIG, config)
         copy_companions(file.parent, folder)
         return partition
 
@@ -85,21 +84,24 @@ def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
 
 def _numbers(settings: Any) -> dict[str, Any]:
     """The settings that are finite numbers, flags, or lists of these."""
-    return {
-        name: value
-        for name, value in (settings.items() if isinstance(settings, dict) else ())
-        if all(
-            isinstance(number, int | float) and math.isfinite(number)
-            for number in (value if isinstance(value, list) else [value])
-        )
-    }
+    if not isinstance(settings, dict):
+        return {}
+    numbers = {}
+    for name, value in settings.items():
+        items = value if isinstance(value, list) else [value]
+        if all(isinstance(item, int | float) and math.isfinite(item) for item in items):
+            numbers[name] = value
+    return numbers
 
 
 _CROSSING = 0.01
-"""What a tensor that crosses costs, against the squared weights of stages in units of equal stages."""
+"""Charge for a tensor between stages, relative to the squared weights of equal stages.
+
+It is small, so that it decides only between stages that are nearly balanced.
+"""
 
 _CUT_MODULE = 0.02
-"""What a module costs that a border cuts, in the same units: borders are between layers unless others are better."""
+"""Charge for a module that is cut, in the same units: borders between layers are preferred."""
 
 
 @names_model_faults("model")
@@ -113,7 +115,7 @@ def partition(
     serve: str | None = None,
     genai_config: str | os.PathLike[str] | None = None,
 ) -> Partition:
-    """Cut a model into stages that run one after another, each with whole modules that follow each other.
+    """Cut a model into stages that run one after another, each with consecutive whole modules.
 
     With a number of stages, the heaviest stage is as light as possible, or up to ``slack`` heavier
     if fewer modules are cut, fewer tensors pass between stages, or the other stages are more even.
@@ -124,14 +126,14 @@ def partition(
 
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
-            not changed. Weights are not read.
+            not changed. Weights are not loaded.
         stages: Number of stages, or the modules at which stages begin. The first stage begins with
             the model.
         output: A folder for ``stage0.onnx`` and so on, each with its external weights beside it,
             and ``manifest.json``. It is written completely or not at all. An existing partition is
             replaced.
         balance: ``"parameters"``: bytes of weights; ``"flops"``, for a model without open
-            dimensions; or a number for each module including all below it: a mapping, or a result
+            dimensions; or a number for each module with its descendants: a mapping, or a result
             of ``profile`` or ``cost``.
         slack: How much heavier the heaviest stage may be, as a fraction of the smallest possible
             weight.
@@ -139,8 +141,8 @@ def partition(
             a pipeline for ONNX Runtime GenAI, and the tokenizer; or a plug-in: ``"triton"``, a
             model repository with an ensemble in ``triton/``; ``"ray"``, a Ray Serve application,
             ``serve_app.py`` and ``serve.yaml``.
-        genai_config: The ``genai_config.json`` of the model, for ``serve="genai"``; the one beside
-            its file by default.
+        genai_config: The ``genai_config.json`` of the model, for ``serve="genai"``; by default the
+            one beside its file. It is required for an in-memory model.
 
     Returns:
         The stages, which can be run, and the tensors between them.
@@ -169,36 +171,38 @@ def partition(
     if output is not None:
         check_folder(Path(output))
     tagged = load(model)
-    tagged.select("**")  # there are tags
+    tagged.select("**")  # raises the error of a model without tags
     chain = Chain(tagged)
     if isinstance(stages, int):
         starts = _balanced(chain, weigh(chain, balance), stages, slack)
     else:
         starts = _named(chain, stages)
-    made = stages_of(chain, starts)
-    return made if output is None else write_folder(made, Path(output), write_extras)
+    result = stages_of(chain, starts)
+    if output is None:
+        return result
+    return write_folder(result, Path(output), write_extras)
 
 
 def _extras(
     serve: str | None, model: ModelSource, genai_config: str | os.PathLike[str] | None
 ) -> Callable[[Partition, Path], Partition]:
-    """What writes the configuration of an engine: a function of written stages and their folder."""
+    """Return a function that adds the configuration of an engine to written stages."""
     if serve is None:
         return lambda partition, folder: partition
     if serve != "genai":
-        written: Callable[[Partition, Path], Partition] = plug_in("partition", serve).write_stages
-        return written
+        write_stages: Callable[[Partition, Path], Partition] = plug_in(
+            "partition", serve
+        ).write_stages
+        return write_stages
     if genai_config is None and isinstance(model, str | os.PathLike):
         genai_config = Path(model).with_name("genai_config.json")
     if genai_config is None:
-        raise InputError(
-            "a model that is no file has no genai_config.json beside it; give genai_config"
-        )
+        raise InputError("genai_config is required for an in-memory model")
     return genai_pipeline(Path(genai_config))
 
 
 def _balanced(chain: Chain, weights: Sequence[float], count: int, slack: float) -> list[int]:
-    """Borders that balance the stages: between modules that run one after another, also inside where these are few."""
+    """Borders that balance the stages: between sequential modules, inside if these are few."""
     if isinstance(count, bool) or count < 1:
         raise InputError(f"a model has one stage or more, not {count}")
     if not 0 <= slack < float("inf"):
@@ -213,6 +217,7 @@ def _balanced(chain: Chain, weights: Sequence[float], count: int, slack: float) 
 
 
 def _named(chain: Chain, modules: Sequence[str]) -> list[int]:
+    """The places where the named modules begin."""
     if isinstance(modules, str):
         raise InputError(f"stages begin at a list of modules, not at one text: [{modules!r}]")
     begins: dict[int, str] = {}

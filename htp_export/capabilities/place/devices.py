@@ -1,9 +1,9 @@
-"""Devices by the words that ONNX Runtime's layer assignment knows, and the session options that bind nodes to them.
+"""Devices by ONNX Runtime's words for layer assignment, and session options for them.
 
-A node whose metadata has the text ``layer_ann`` is offered to the first execution provider for
-which the session's ``session.layer_assignment_settings`` lists it, ``gpu(=gpu);
-CPUExecutionProvider(=cpu)``, and to others if that one has no kernel; without ``=``, its beginning
-is enough (onnxruntime/core/framework/layering_annotations.cc).
+A node with the text ``layer_ann`` in its metadata is offered to the first execution provider for
+which the session's ``session.layer_assignment_settings`` lists that text, ``gpu(=gpu);
+CPUExecutionProvider(=cpu)``, and to others if that one has no kernel. Without ``=``, a prefix of
+the text is enough (onnxruntime/core/framework/layering_annotations.cc).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from htp_export.errors import InputError, in_one_line
 from htp_export.runtime.assignments import HOST
 
 ANNOTATION = "layer_ann"
-"""The key in the metadata of a node."""
+"""Key in the metadata of a node."""
 
 SETTINGS = "session.layer_assignment_settings"
-"""The session configuration entry. Older versions of ONNX Runtime accept and ignore it."""
+"""Session configuration entry. Older versions of ONNX Runtime accept and ignore it."""
 
-_HONOURED_SINCE = (1, 25)  # ONNX Runtime's version
+_HONOURED_SINCE = (1, 25)  # the first version of ONNX Runtime that uses the entry
 
 _KINDS = ("cpu", "gpu", "cuda", "dml", "npu", "fpga", "accelerator")
 _ONE_GPU = re.compile(r"gpu:(\d+|[a-z]+)")
@@ -30,10 +30,12 @@ _UNWRITABLE = frozenset("(),;=: ")
 
 
 def device_named(word: str) -> str:
-    """The device that a word means: one of ``_KINDS``, ``gpu:1``, ``gpu:nvidia``, or an execution provider.
+    """The device of a word: one of ``_KINDS``, ``gpu:1``, ``gpu:nvidia``, or an execution provider.
 
-    ``OpenVINOExecutionProvider`` may be ``openvino``; that of a plugin has its own name. Others are
-    an `InputError`.
+    ``OpenVINOExecutionProvider`` may be ``openvino``; the provider of a plugin has its own name.
+
+    Raises:
+        InputError: There is no such device.
     """
     import onnxruntime
 
@@ -47,24 +49,29 @@ def device_named(word: str) -> str:
         if lower in (name.lower(), name.lower().removesuffix(_PROVIDER.lower())):
             return str(name)
     if text.endswith(_PROVIDER) and _UNWRITABLE.isdisjoint(text):
-        return text  # of another build of ONNX Runtime
+        return text  # a provider of another build of ONNX Runtime
+    names = sorted({name.removesuffix(_PROVIDER).lower() for name in known})
     raise InputError(
         f"there is no device {word!r}; write {', '.join(_KINDS)}, gpu:INDEX, gpu:VENDOR, or an execution provider: "
-        f"{', '.join(sorted({name.removesuffix(_PROVIDER).lower() for name in known}))}"
+        f"{', '.join(names)}"
     )
 
 
 def assignment_settings(devices: Iterable[str]) -> str:
-    """The value of ``session.layer_assignment_settings`` for nodes that are annotated with their devices.
+    """The value of ``session.layer_assignment_settings`` for nodes annotated with their devices.
 
-    ``cpu`` stands for ``CPUExecutionProvider`` alone: to ONNX Runtime the word ``cpu`` is the first
+    For ``cpu``, it names ``CPUExecutionProvider``: to ONNX Runtime, the word ``cpu`` is the first
     provider of the session whose device is a CPU, which may be that of OpenVINO, QNN or XNNPACK.
     """
-    return "; ".join(f"{HOST if device == 'cpu' else device}(={device})" for device in devices)
+    entries = []
+    for device in devices:
+        provider = HOST if device == "cpu" else device
+        entries.append(f"{provider}(={device})")
+    return "; ".join(entries)
 
 
 def is_device(device: str, provider: str) -> bool:
-    """Whether a provider may be the device; which of several GPUs it is, ONNX Runtime does not say."""
+    """Whether a provider may be the device; ONNX Runtime does not distinguish several GPUs."""
     kind = device.partition(":")[0]
     if kind in _KINDS:
         return (kind == "cpu") == (provider == HOST)
@@ -72,13 +79,11 @@ def is_device(device: str, provider: str) -> bool:
 
 
 def check_honoured() -> None:
-    """Refuse a version of ONNX Runtime that ignores the devices of nodes (`InputError`)."""
+    """Raise an `InputError` if this version of ONNX Runtime ignores the devices of nodes."""
     import onnxruntime
 
-    if (
-        tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:2])
-        < _HONOURED_SINCE
-    ):
+    parts = re.findall(r"\d+", onnxruntime.__version__)
+    if tuple(int(part) for part in parts[:2]) < _HONOURED_SINCE:
         raise InputError(
             f"ONNX Runtime {onnxruntime.__version__} ignores the devices of nodes; it needs "
             f"{'.'.join(map(str, _HONOURED_SINCE))} or later"
@@ -86,13 +91,21 @@ def check_honoured() -> None:
 
 
 def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any:
-    """Session options with entries for layer assignment; an `InputError` if ONNX Runtime refuses or ignores them."""
+    """Session options with entries for layer assignment.
+
+    Raises:
+        InputError: ONNX Runtime refuses or ignores them.
+    """
     check_honoured()
     return with_entries(entries, options)
 
 
 def with_entries(entries: Mapping[str, str], options: Any = None) -> Any:
-    """Session options with configuration entries; an `InputError` if ONNX Runtime refuses one, as a very long text."""
+    """Session options with configuration entries.
+
+    Raises:
+        InputError: ONNX Runtime refuses an entry, such as a very long text.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions() if options is None else options

@@ -1,4 +1,4 @@
-"""Where the modules of a model run, drawn for a notebook."""
+"""Drawing of devices by module, for a notebook."""
 
 from htp_export.reporting.module_table import render_modules as drawn
 

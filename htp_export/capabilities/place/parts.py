@@ -1,8 +1,8 @@
-"""The parts of a model that go to a device with limited memory, so that it does most of the work and few tensors cross.
+"""The parts of a model for a device with limited memory: most of the work, few crossings.
 
-The memory is filled with neighbours: from each part on, in order of execution and around the end,
-those that still fit are taken. On BERT, Llama, ResNet and ViT, this finds as much work as the best
-of all choices, `docs/placement.md`.
+The memory is filled with neighbours: starting at each part, in execution order and around the end,
+every part that still fits is taken. On BERT, Llama, ResNet and ViT, this finds as much work as the
+best of all choices, see `docs/placement.md`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from htp_export.reporting.columns import si
 if TYPE_CHECKING:
     from htp_export.costs.execution import Run, RunStep
 
-_MOST_STARTS = 256  # a model of thousands of parts takes seconds
+_MOST_STARTS = 256  # start parts that are tried: a model of thousands of parts takes seconds
 
 
 @dataclass(frozen=True)
 class Item:
     """A part that is on the device as a whole, or not at all.
 
-    A weight of several items needs memory once. ``peak``: bytes of activations while it runs;
-    ``work``: what is saved.
+    Several items share the memory of a common weight. ``peak``: bytes of activations while it runs;
+    ``work``: operations that are moved to the device.
     """
 
     weights: Mapping[object, int]
@@ -43,12 +43,12 @@ class Item:
 
     @property
     def memory(self) -> int:
-        """The bytes that it needs by itself."""
+        """Bytes of memory if it is alone on the device."""
         return self.peak + sum(self.weights.values())
 
 
 class _Choice(NamedTuple):
-    """The first items of those that fit together: ``size`` of ``taken``."""
+    """Items that fit together: the first ``size`` of ``taken``."""
 
     crossings: int
     work: int
@@ -59,11 +59,11 @@ class _Choice(NamedTuple):
 def fill(
     items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slack: float = 0.1
 ) -> list[int]:
-    """Choose the items that go to the device, by their numbers in the order of execution; none if nothing fits.
+    """Choose the items for the device, by index in execution order; empty if nothing fits.
 
-    Of the choices of neighbours that fit, with at least ``1 - slack`` of the most work, it is the
-    one with the fewest crossings; of several, the one with the most work. A tensor crosses if the
-    items that make and read it are not all on one side.
+    Of the choices of neighbours that fit, with at least ``1 - slack`` of the most work, the result
+    has the fewest crossings, and then the most work. A tensor crosses if its producer and its
+    consumers are not all on one side.
     """
     nets = [tensor.consumers | {tensor.producer} for tensor in tensors]
     nets_of: defaultdict[int, list[int]] = defaultdict(list)
@@ -71,14 +71,14 @@ def fill(
         for part in parts:
             nets_of[part].append(number)
     starts = range(0, len(items), math.ceil(len(items) / _MOST_STARTS) or 1)
-    choices = [
-        choice for start in starts for choice in _choices_from(start, items, nets, nets_of, memory)
-    ]
-    least = (1 - slack) * max((choice.work for choice in choices), default=0)
-    good = [choice for choice in choices if choice.work >= least]
-    best = min(
-        good, key=lambda choice: (choice.crossings, -choice.work), default=_Choice(0, 0, [], 0)
-    )
+    choices: list[_Choice] = []
+    for start in starts:
+        choices.extend(_choices_from(start, items, nets, nets_of, memory))
+    if not choices:
+        return []
+    least = (1 - slack) * max(choice.work for choice in choices)
+    sufficient = [choice for choice in choices if choice.work >= least]
+    best = min(sufficient, key=lambda choice: (choice.crossings, -choice.work))
     return sorted(best.taken[: best.size])
 
 
@@ -89,10 +89,10 @@ def _choices_from(
     nets_of: Mapping[int, Sequence[int]],
     memory: int,
 ) -> Iterator[_Choice]:
-    """The items that fit from one on, and after each what was taken so far; ``nets_of``: item → its nets."""
+    """Take items that fit, from one on, and yield each prefix; ``nets_of``: item → its nets."""
     taken: list[int] = []
     weights: dict[object, int] = {}
-    inside: Counter[int] = Counter()  # net → how many of its parts are taken
+    inside: Counter[int] = Counter()  # net → number of its parts that are taken
     used = peak = work = crossings = 0
     for number in (*range(start, len(items)), *range(start)):
         item = items[number]
@@ -101,7 +101,9 @@ def _choices_from(
             continue
         taken.append(number)
         weights.update(item.weights)
-        used, peak, work = used + more, max(peak, item.peak), work + item.work
+        used += more
+        peak = max(peak, item.peak)
+        work += item.work
         for net in nets_of.get(number, ()):
             crosses_before = inside[net] > 0
             inside[net] += 1
@@ -110,7 +112,7 @@ def _choices_from(
 
 
 _Part: TypeAlias = tuple[str, Sequence[ir.Node]]
-"""Nodes that go to one device together, and the module that they are, or are of."""
+"""A module, and nodes of it or all its nodes, which go to one device together."""
 
 
 def needs_of(
@@ -121,7 +123,7 @@ def needs_of(
     *,
     required: bool = False,
 ) -> Needs | None:
-    """What the nodes of a model without functions need; None if sizes are unknown, not required, and none was given."""
+    """Memory and work of a model's nodes; None if sizes are unknown and not required."""
     from htp_export.costs.execution import run_by_shapes
 
     try:
@@ -134,26 +136,26 @@ def needs_of(
 
 
 class Needs:
-    """What the nodes of a main graph need on a device; ``sizes``: tensor → bytes, where its shape is known."""
+    """Memory and work of main-graph nodes on a device; ``sizes``: tensor → bytes, if known."""
 
     def __init__(self, tagged: TaggedModel, run: Run) -> None:
         from htp_export.costs.execution import walk
         from htp_export.costs.memory import Timeline
 
-        self.tagged, self.notes = tagged, run.notes
-        tensors = (
-            tensor for step, _ in walk(run.steps) for tensor in (*step.inputs, *step.outputs)
-        )
-        self.sizes = {
-            one.name: one.bytes for one in tensors if one is not None and one.shape is not None
-        }
-        self._live = {
-            step.node: int(live) for step, live in zip(run.steps, Timeline(run).live, strict=True)
-        }
+        self.tagged = tagged
+        self.notes = run.notes
+        self.sizes: dict[str, int] = {}
+        for step, _ in walk(run.steps):
+            for tensor in (*step.inputs, *step.outputs):
+                if tensor is not None and tensor.shape is not None:
+                    self.sizes[tensor.name] = tensor.bytes
+        self._live: dict[ir.Node, int] = {}
+        for step, live in zip(run.steps, Timeline(run).live, strict=True):
+            self._live[step.node] = int(live)
         self._steps: dict[ir.Node, RunStep] = {step.node: step for step in run.steps}
 
     def item(self, nodes: Iterable[ir.Node]) -> Item:
-        """What nodes of the main graph need together, with their subgraphs."""
+        """The item of main-graph nodes, with their subgraphs."""
         from htp_export.costs.execution import walk
         from htp_export.costs.work import work_of
 
@@ -162,48 +164,53 @@ class Needs:
         for node in nodes:
             if node not in self._steps:
                 continue
-            peak, work = max(peak, self._live[node]), work + 1  # work that is not known counts, too
+            peak = max(peak, self._live[node])
+            work += 1  # so that a node of unknown work counts, too
             for step, times in walk([self._steps[node]]):
-                weights.update(
-                    {
-                        t: t.bytes
-                        for t in step.inputs
-                        if t is not None and t.origin in ("weight", "constant")
-                    }
-                )
+                for tensor in step.inputs:
+                    if tensor is not None and tensor.origin in ("weight", "constant"):
+                        weights[tensor] = tensor.bytes
                 done = work_of(step)
-                work += 0 if done is None else times * (2 * done.macs + done.other)
+                if done is not None:
+                    work += times * (2 * done.macs + done.other)
         return Item(weights, peak, work)
 
     @property
     def ordered(self) -> Sequence[ir.Node]:
-        """The nodes of the main graph, in the order in which they run."""
+        """The nodes of the main graph, in execution order."""
         return list(self._steps)
 
 
 def nodes_that_fit(
     needs: Needs, candidates: Collection[ir.Node], device: str, memory: int, slack: float
 ) -> set[ir.Node]:
-    """The nodes that go to a device, so that it does most of the work that fits, and few tensors cross.
+    """The nodes for a device, so that it does most of the work that fits, and few tensors cross.
 
-    Modules are not divided if they fit. What a divided module computes around the modules below it
-    is divided into connected parts. If nothing fits, the `InputError` names the part that needs
-    least.
+    Modules are not divided if they fit. Nodes of a divided module outside of its children are
+    divided into connected parts.
+
+    Raises:
+        InputError: Nothing fits; the message names the smallest part.
     """
     nodes = [node for node in needs.ordered if node in candidates]
     if not nodes:
         raise InputError(
-            f"a budget for {device} needs modules with nodes outside of branches and loops: others go where the node "
-            "around them goes"
+            f"a budget for {device} needs modules with nodes outside of branches and loops: nodes inside a subgraph "
+            "run on the device of the node that holds it"
         )
     order = {node: number for number, node in enumerate(nodes)}
     parts = sorted(_divided(needs, nodes, memory), key=lambda part: order[part[1][0]])
-    items = [needs.item(part) for _, part in parts]
-    part_of = {node: number for number, (_, part) in enumerate(parts) for node in part}
-    cutter = Cutter(needs.tagged)  # constants and sizes cost nothing
-    tensors = part_tensors(
-        needs.tagged, part_of, lambda value: not (cutter.is_free(value) or cutter.is_size(value))
-    )
+    items = [needs.item(part_nodes) for _, part_nodes in parts]
+    part_of: dict[ir.Node, int] = {}
+    for number, (_, part_nodes) in enumerate(parts):
+        part_of.update(dict.fromkeys(part_nodes, number))
+    cutter = Cutter(needs.tagged)
+
+    def crosses(value: ir.Value) -> bool:
+        """Whether passing a value between devices has a cost: constants and sizes have none."""
+        return not (cutter.is_free(value) or cutter.is_size(value))
+
+    tensors = part_tensors(needs.tagged, part_of, crosses)
     chosen = fill(items, tensors, memory, slack)
     if not chosen:
         item, (path, _) = min(zip(items, parts, strict=True), key=lambda pair: pair[0].memory)
@@ -212,11 +219,14 @@ def nodes_that_fit(
             f"needs {si(item.memory, 'B')}: {si(item.memory - item.peak, 'B')} weights "
             f"and {si(item.peak, 'B')} activations"
         )
-    return {node for number in chosen for node in parts[number][1]}
+    fitting: set[ir.Node] = set()
+    for number in chosen:
+        fitting.update(parts[number][1])
+    return fitting
 
 
 def _divided(needs: Needs, nodes: Sequence[ir.Node], memory: int) -> list[_Part]:
-    """The outermost modules that fit, and what is left of those that do not."""
+    """The outermost modules that fit, and connected parts of the rest."""
     waiting: list[_Part] = [("", nodes)]
     parts: list[_Part] = []
     while waiting:
@@ -226,7 +236,7 @@ def _divided(needs: Needs, nodes: Sequence[ir.Node], memory: int) -> list[_Part]
             parts.append((path, nodes))
             continue
         waiting += below.items()
-        inside = {node for listed in below.values() for node in listed}
+        inside: set[ir.Node] = set().union(*below.values())
         own = [node for node in nodes if node not in inside]
         parts += [(path, group) for group in connected(own, reads=needs.tagged.index.reads)]
     return parts
@@ -235,7 +245,7 @@ def _divided(needs: Needs, nodes: Sequence[ir.Node], memory: int) -> list[_Part]
 def _below(
     tagged: TaggedModel, path: str, nodes: Iterable[ir.Node]
 ) -> Mapping[str, Sequence[ir.Node]]:
-    """Module right below a path → its nodes of these; the first of several that a node belongs to."""
+    """Child of a module → its subset of ``nodes``; a node belongs to the first of several."""
     child_of: dict[ir.Node, str] = {}
     for child in tagged.hierarchy.children(path):
         for node in tagged.index.below.get(child, ()):

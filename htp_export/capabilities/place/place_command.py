@@ -64,7 +64,7 @@ def place_command(
     ] = False,
     provider: ProviderOption = None,
 ) -> None:
-    """Give modules devices, for ONNX Runtime 1.25 and later."""
+    """Assign devices to modules, for ONNX Runtime 1.25 and later."""
     from htp_export.capabilities.place.placing import place
     from htp_export.model.tagged import load
 

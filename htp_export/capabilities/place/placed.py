@@ -1,4 +1,4 @@
-"""The results of ``place`` and ``placement``: devices by module, and the tensors between them."""
+"""Results of `place` and `placement`: devices by module, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from htp_export.reporting.tables import ModuleTable
 from htp_export.reporting.tag_facts import TagFacts
 from htp_export.shapes.operator_kinds import subgraphs
 
-_MOST_NAMED = 2  # of consumers, in text
+_MOST_NAMED = 2  # consumers in a line of text, so that it stays short
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that is computed on one device and read on another; one that is read on two others crosses twice.
+    """A tensor that is computed on one device and used on another; one for each other device.
 
     Attributes:
-        tensor: Its name; that of the graph that ONNX Runtime runs, in a result of ``placement``.
+        tensor: Its name; in a result of ``placement``, the name in ONNX Runtime's graph.
         bytes: Its size; None if its shape is unknown.
         source: The device or execution provider of its producer.
-        target: That of its consumers.
+        target: The device or execution provider of its consumers.
         producer: Path of the module that computes it; None for an input of the model.
-        consumers: Paths of the modules that read it; empty for an output of the model alone.
-        copied: Whether ONNX Runtime copies it to other memory; None if it does not say.
+        consumers: Paths of the modules that use it; empty if it is only an output of the model.
+        copied: Whether ONNX Runtime copies it to other memory; None if it does not report that.
     """
 
     tensor: str
@@ -55,30 +55,33 @@ class Crossing:
 
 
 def _edges(model: ir.Model) -> Iterator[tuple[ir.Value, ir.Node | None, ir.Node | None]]:
-    """Each tensor, its producer, None for an input of the model, and a consumer, None for an output.
+    """Yield each tensor, its producer (None: a model input), and a consumer (None: an output).
 
-    What a subgraph is given comes from the node that runs it, and what it returns goes there. Every
-    device has the initializers and constants that it needs: they are left out.
+    A subgraph receives its inputs from the node that contains it, and returns its outputs to it.
+    Initializers and constants are omitted: every device has its own copies.
     """
-    holder = {body: node for node in all_nodes(model) for body in subgraphs(node)}
+    holder: dict[ir.Graph, ir.Node] = {}
+    for node in all_nodes(model):
+        holder.update(dict.fromkeys(subgraphs(node), node))
 
-    def producer(value: ir.Value) -> tuple[bool, ir.Node | None]:
+    def producer_of(value: ir.Value) -> tuple[bool, ir.Node | None]:
+        """Whether a value counts, and its producer."""
         node = value.producer()
         if node is not None:
             return node.op_type != "Constant", node
-        given = value.is_graph_input() and not value.is_initializer()
-        return given, None if value.graph is None else holder.get(value.graph)
+        is_input = value.is_graph_input() and not value.is_initializer()
+        return is_input, None if value.graph is None else holder.get(value.graph)
 
     for node in model.graph.all_nodes():
         for value in dict.fromkeys(value for value in node.inputs if value is not None):
-            counts, maker = producer(value)
+            counts, producer = producer_of(value)
             if counts:
-                yield value, maker, node
+                yield value, producer, node
     for graph in (model.graph, *holder):
         for value in graph.outputs:
-            counts, maker = producer(value)
-            if counts and maker is not holder.get(graph):
-                yield value, maker, holder.get(graph)
+            counts, producer = producer_of(value)
+            if counts and producer is not holder.get(graph):
+                yield value, producer, holder.get(graph)
 
 
 def crossings(
@@ -89,31 +92,32 @@ def crossings(
     host: str,
     counts: Callable[[ir.Value], bool] = lambda value: True,
 ) -> tuple[Crossing, ...]:
-    """The tensors between devices of a model without functions, in the order in which they are first read.
+    """The tensors between devices of a model without functions, in the order of their first use.
 
-    Where the device of a node is unknown, nothing is said of its tensors. ``host`` has the inputs
-    and takes the outputs of the model; ``sizes`` are bytes by name; tensors that do not ``counts``
-    are left out.
+    Tensors of nodes on an unknown device are omitted. ``host`` provides the inputs and receives the
+    outputs of the model; ``sizes`` are bytes by name; tensors for which ``counts`` is False are
+    omitted.
     """
+    # Tensor, source and target → producer and consuming modules.
     found: dict[tuple[ir.Value, str, str], tuple[ir.Node | None, dict[str, None]]] = {}
-    for value, maker, reader in _edges(model):
-        source = host if maker is None else device_of(maker)
-        target = host if reader is None else device_of(reader)
+    for value, producer, consumer in _edges(model):
+        source = host if producer is None else device_of(producer)
+        target = host if consumer is None else device_of(consumer)
         if source is None or target is None or source == target or not counts(value):
             continue
-        _, consumers = found.setdefault((value, source, target), (maker, {}))
-        if reader is not None:
-            consumers[_module(owners_of(reader))] = None
+        _, consumers = found.setdefault((value, source, target), (producer, {}))
+        if consumer is not None:
+            consumers[_module(owners_of(consumer))] = None
     return tuple(
         Crossing(
             tensor=value.name or "",
             bytes=sizes.get(value.name or ""),
             source=source,
             target=target,
-            producer=None if maker is None else _module(owners_of(maker)),
+            producer=None if producer is None else _module(owners_of(producer)),
             consumers=tuple(consumers),
         )
-        for (value, source, target), (maker, consumers) in found.items()
+        for (value, source, target), (producer, consumers) in found.items()
     )
 
 
@@ -122,22 +126,21 @@ def _module(owners: tuple[str, ...]) -> str:
 
 
 _AND = " + "
-_MOST_LINES = 10  # of crossings in text; to_dict has all
+_MOST_LINES = 10  # crossings in text, which should fit on a screen; to_dict has all
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedModule(ModuleFacts):
-    """The facts of a module, and where it runs.
+    """The facts of a module, and its devices.
 
     Attributes:
         device: Its device or execution provider; several are joined by ``+``, the one with the most
-            nodes first; empty if none is known. Nodes that it shares with modules outside of it do
-            not count, unless it has no others.
+            nodes first; empty if none is known. Nodes that are shared with modules outside do not
+            count, unless it has no others.
         by_device: Device → number of its nodes, shared ones included. In a result of ``placement``,
-            of the nodes that ONNX Runtime places, which are fewer than ``nodes`` where it has
-            merged some.
-        crossing_bytes: Bytes of the tensors that cross between devices and that it, or a module
-            below it, makes or reads.
+            these are nodes of ONNX Runtime's graph, fewer than ``nodes`` if it merged some.
+        crossing_bytes: Bytes of the tensors between devices that it, or a descendant, produces or
+            uses.
     """
 
     device: str = ""
@@ -147,14 +150,13 @@ class PlacedModule(ModuleFacts):
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """What is on one device.
+    """The use of one device.
 
     Attributes:
         nodes: Number of nodes.
-        weight_bytes: Bytes of the weights that they read; None if shapes are unknown.
-        peak_bytes: The most activations that are in memory while one of them runs, on all devices
-            together.
-        budget: The bytes that they may need; None for no limit.
+        weight_bytes: Bytes of the weights of these nodes; None if shapes are unknown.
+        peak_bytes: Peak of activations on all devices together while one of the nodes runs.
+        budget: The limit of its memory in bytes; None for no limit.
     """
 
     nodes: int
@@ -178,6 +180,8 @@ _REST: tuple[Column[PlacedModule], ...] = (
 
 
 class _ByDevice(ModuleTable):
+    """The common part of both results: modules by device, and the tensors between devices."""
+
     details = ("by_device",)
     derived = ("notes",)
 
@@ -186,33 +190,35 @@ class _ByDevice(ModuleTable):
 
     @property
     def listed(self) -> Sequence[PlacedModule]:
-        """The modules with nodes; of those below a module all of whose nodes are on one device, only it."""
+        """The modules with nodes, without descendants of a module that is on one device."""
         modules: Mapping[str, PlacedModule] = self.by_module
-        whole = {
-            path for path, module in modules.items() if module.device and _AND not in module.device
-        }
-        if self.free:
-            whole = {
-                path
-                for path in whole
-                if sum(modules[path].by_device.values()) >= modules[path].nodes
-            }
-        return [
-            module
-            for path, module in modules.items()
-            if module.by_device and not any(up in whole for up in ancestors(path) if up != path)
-        ]
+        whole = {path for path, module in modules.items() if self._is_whole(module)}
+        listed = []
+        for path, module in modules.items():
+            is_inside = any(above in whole for above in ancestors(path) if above != path)
+            if module.by_device and not is_inside:
+                listed.append(module)
+        return listed
+
+    def _is_whole(self, module: PlacedModule) -> bool:
+        """Whether all nodes of a module are on one device."""
+        if not module.device or _AND in module.device:
+            return False
+        return not self.free or sum(module.by_device.values()) >= module.nodes
 
     def _crossing_lines(self) -> list[str]:
+        """The number and size of crossings, and the first of them, one line each."""
         if not self.crossings:
             return ["no tensor crosses between devices"]
-        known = sum(crossing.bytes or 0 for crossing in self.crossings)
+        size = sum(crossing.bytes or 0 for crossing in self.crossings)
         count = len(self.crossings)
         lines = [
-            f"{count} tensor{'s cross' if count != 1 else ' crosses'} between devices, {known:,} bytes a run:"
+            f"{count} tensor{'s cross' if count != 1 else ' crosses'} between devices, {size:,} bytes a run:"
         ]
         lines += [f"  {crossing}" for crossing in self.crossings[:_MOST_LINES]]
-        return [*lines, f"  and {count - _MOST_LINES} more"] if count > _MOST_LINES else lines
+        if count > _MOST_LINES:
+            lines.append(f"  and {count - _MOST_LINES} more")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -220,14 +226,14 @@ class Placed(_ByDevice, HoldsModel):
     """The result of `htp_export.place`.
 
     Attributes:
-        modules: Module path → where it goes.
-        devices: Device → what is on it.
+        modules: Module path → its device and its nodes by device.
+        devices: Device → nodes and memory on it.
         crossings: The tensors between nodes of different devices. The inputs and outputs of the
             model are on the CPU.
         options: Session configuration entries that make ONNX Runtime use the devices.
         free: Number of nodes without a device. ONNX Runtime offers them to all execution providers,
             in their order.
-        remarks: Sentences on what to know of the result.
+        remarks: Notes on the result.
         tags: The tags of the model.
         given: The model.
     """
@@ -256,18 +262,18 @@ class Placed(_ByDevice, HoldsModel):
             options: Options to add the entries to; None for new ones.
 
         Raises:
-            InputError: If this ONNX Runtime would ignore the devices.
+            InputError: This version of ONNX Runtime ignores the devices.
         """
         return session_options_with(self.options, options)
 
     @property
     def summary(self) -> str:
-        """What is on each device, in one line."""
+        """The use of each device, in one line."""
         return "; ".join(f"{device}: {use}" for device, use in self.devices.items())
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Crossings, and what else is to be known, a line each."""
+        """Crossings and further notes, one line each."""
         free = [f"{self.free} nodes have no device: ONNX Runtime chooses"] if self.free else []
         options = [f"session option {name}: {value}" for name, value in self.options.items()]
         return (*self._crossing_lines(), *free, *self.remarks, *options)
@@ -275,7 +281,7 @@ class Placed(_ByDevice, HoldsModel):
 
 @dataclass(frozen=True)
 class Misplaced:
-    """A node that runs elsewhere than its device in the file.
+    """A node that runs on another device than the file states.
 
     Attributes:
         node: Its name.
@@ -294,17 +300,17 @@ class Misplaced:
 
 @dataclass(frozen=True)
 class Placement(_ByDevice):
-    """The result of `htp_export.placement`: where ONNX Runtime runs each module.
+    """The result of `htp_export.placement`: the devices on which ONNX Runtime runs each module.
 
     Attributes:
         modules: Module path → the execution providers that run it.
         providers: Execution provider → number of nodes, in the order of the session.
-        crossings: The tensors that one provider computes and another one reads.
-        unattributed: Nodes of which no module is known: ``(provider, operator, name)``.
-        misplaced: Nodes that run elsewhere than their device in the file.
+        crossings: The tensors that one provider computes and another one uses.
+        unattributed: Nodes without a known module: ``(provider, operator, name)``.
+        misplaced: Nodes that run on another device than the file states.
         options: The session configuration entries for layer assignment that were used.
-        remarks: Sentences on what to know of the result.
-        assumed: A line for each open dimension whose size was not given, with the size that was
+        remarks: Notes on the result.
+        assumed: A line for each open dimension without a size in the call, with the size that was
             used.
         tags: The tags of the model.
     """
@@ -328,14 +334,12 @@ class Placement(_ByDevice):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Crossings, and what differs from the file, a line each."""
+        """Crossings, and differences from the file, one line each."""
         lines = self._crossing_lines()
-        for (device, provider), count in Counter(
-            (node.device, node.provider) for node in self.misplaced
-        ).items():
-            lines.append(
-                f"{count} node{'s run' if count != 1 else ' runs'} on {provider} and not on {device}"
-            )
+        misplaced = Counter((node.device, node.provider) for node in self.misplaced)
+        for (device, provider), count in misplaced.items():
+            runs = "s run" if count != 1 else " runs"
+            lines.append(f"{count} node{runs} on {provider} and not on {device}")
         if self.unattributed:
             kinds = ", ".join(sorted({op for _, op, _ in self.unattributed}))
             lines.append(f"{len(self.unattributed)} nodes belong to no known module: {kinds}")
@@ -348,21 +352,25 @@ def placed_modules(
     work_of: Callable[[ir.Node], NodeCalls],
     crossings: Sequence[Crossing],
 ) -> dict[str, PlacedModule]:
-    """The rows of a result, from the device of each node of the model, or of a graph made of it."""
+    """The modules of a result, from the device of each node of a graph of the model."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    # Nodes that a module does not share with modules outside.
     alone: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for node, device in nodes.items():
-        if device is not None:
-            work = work_of(node)
-            counts[""][device] += 1
-            in_all_parts = set(work.modules).intersection(*(part.modules for part in work.parts))
-            for path in work.modules - {""}:
-                counts[path][device] += 1
-                alone[path][device] += path in in_all_parts
+        if device is None:
+            continue
+        work = work_of(node)
+        counts[""][device] += 1
+        in_all_parts = set(work.modules).intersection(*(part.modules for part in work.parts))
+        for path in work.modules - {""}:
+            counts[path][device] += 1
+            alone[path][device] += path in in_all_parts
     crossing_bytes: Counter[str] = Counter()
     for crossing in crossings:
-        touched = {*crossing.consumers, *([] if crossing.producer is None else [crossing.producer])}
-        for path in {up for end in touched for up in ancestors(end)}:
+        ends = set(crossing.consumers)
+        if crossing.producer is not None:
+            ends.add(crossing.producer)
+        for path in set[str]().union(*map(ancestors, ends)):
             crossing_bytes[path] += crossing.bytes or 0
     rows = {}
     for path, contents in contents_of(tagged).modules.items():

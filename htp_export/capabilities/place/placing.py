@@ -1,4 +1,4 @@
-"""``place``: which device runs each module, written for ONNX Runtime; ``placement``: where it runs them."""
+"""`place` assigns devices to modules for ONNX Runtime; `placement` shows where it runs them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from htp_export.runtime.data import Data, single_run
 from htp_export.runtime.sessions import RunnableModel, SessionSettings, entry_of
 
 _REST = "cpu"
-"""Where goes what does not fit."""
+"""The device of nodes that do not fit on another."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_LONGEST_SIZE = 30  # characters of a size as text; a number of 400 digits is infinite
+_LONGEST_SIZE = 30  # characters of a size as text: a number of 400 digits would be infinite
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -69,15 +69,15 @@ def place(
     external_data: str | None = None,
     share_weights: bool = False,
 ) -> Placed:
-    """Give modules devices, as ONNX Runtime reads them: ``layer_ann`` in the metadata of nodes.
+    """Assign devices to modules in ONNX Runtime's format: ``layer_ann`` in the metadata of nodes.
 
-    Rules hold as in every plan, see `quantize`. A node of several modules with different devices
-    has that of the first of them, in the order of execution, that has one. Nodes without a device
-    are placed by ONNX Runtime. It uses the devices from version 1.25 on, if the session has the
-    options of the result.
+    Rules have the meaning of every plan, see `quantize`. A node of several modules with different
+    devices is on the device of the first of them, in execution order, that has one. Nodes without a
+    device are placed by ONNX Runtime. It uses the devices from version 1.25 on, if the session has
+    the options of the result.
 
-    With a budget, the modules that rules give to a device go there as far as they fit; the others
-    go to the CPU.
+    With a budget, as many of the modules that rules assign to a device are placed there as fit; the
+    others are placed on the CPU.
 
     Thread-safe, also for calls on the same model.
 
@@ -85,21 +85,21 @@ def place(
         model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or
             ``ir.Model``; not changed.
         plan: Selector → device, in order: ``cpu``, ``gpu``, ``cuda``, ``dml``, ``npu``, ``fpga``,
-            ``accelerator``, ``gpu:1``, ``gpu:nvidia``, or an execution provider. It may be left out
-            if there is a budget for one device.
+            ``accelerator``, ``gpu:1``, ``gpu:nvidia``, or an execution provider. It is optional
+            with a budget for one device.
         output: The file to write.
         budget: Device → bytes for weights and activations: a number, or a text such as ``4GiB`` or
             ``500 MB``.
-        slack: Which part of the operations on the device may be given up, so that fewer tensors
-            cross.
+        slack: Share of the operations on the device that may be given up for fewer tensors between
+            devices.
         data: The inputs of one run, for the sizes of tensors, as in `htp_export.cost`.
-        dims: Name of an open dimension → size. Dimensions that are not given are 1.
+        dims: Open dimension → size; 1 by default.
         shapes: Input name → shape.
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
         share_weights: As for `htp_export.tap`.
 
     Returns:
-        Where each module goes, the tensors that cross, and the session options.
+        The device of each module, the tensors between devices, and the session options.
 
     Raises:
         InputError: A device is unknown, a rule names modules without nodes, or nothing fits into a
@@ -143,23 +143,21 @@ def place(
     write_placement(placed.model.metadata_props, options)
     if output is not None:
         write_model(placed.model, output, external_data, share_weights=share_weights)
-    flat = (
-        ["its functions were inlined: their nodes may go to different devices"]
-        if source.model.functions
-        else []
-    )
-    remarks = (*flat, *(needs.notes if needs is not None else ()))
-    return _placed(original, placed.model, devices, needs, limits, options, remarks)
+    remarks = list[str]()
+    if source.model.functions:
+        remarks.append("its functions were inlined: their nodes may go to different devices")
+    if needs is not None:
+        remarks.extend(needs.notes)
+    return _placed(original, placed.model, devices, needs, limits, options, tuple(remarks))
 
 
 def _budget(device: str, size: int | str) -> int:
+    """The bytes of a budget."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    match = (
-        _SIZE.fullmatch(size.strip())
-        if isinstance(size, str) and len(size) <= _LONGEST_SIZE
-        else None
-    )
+    match = None
+    if isinstance(size, str) and len(size) <= _LONGEST_SIZE:
+        match = _SIZE.fullmatch(size.strip())
     if match is None:
         raise InputError(
             f"budget of {device}: {size!r} is no size; write bytes, or a number with a unit: 4GiB, 500 MB"
@@ -169,6 +167,7 @@ def _budget(device: str, size: int | str) -> int:
 
 
 def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping[str, str]:
+    """Selector → device; without a plan, the whole model is for the device of the budget."""
     if not plan:
         if len(limits) != 1:
             raise InputError(
@@ -179,10 +178,10 @@ def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping
     for device in limits:
         if device == _REST:
             raise InputError(
-                f"there is no budget for {_REST}: what fits on no other device goes there"
+                f"there is no budget for {_REST}: nodes that fit on no other device run there"
             )
         if device not in wanted:
-            raise InputError(f"there is a budget for {device}, but no rule gives modules to it")
+            raise InputError(f"there is a budget for {device}, but no rule assigns modules to it")
     return plan
 
 
@@ -194,24 +193,24 @@ def _device_of(selector: str, device: str) -> str:
 
 
 def _devices(tagged: TaggedModel, plan: Mapping[str, str]) -> dict[ir.Node, str]:
-    """Node → its device; of modules that differ, that of the first one, where the result is needed first."""
-    found = assigned(
-        tagged, {selector: _device_of(selector, device) for selector, device in plan.items()}
-    )
-    empty = next((selector for selector, nodes in found.reached.items() if not nodes), None)
-    if empty is not None:
-        raise RuleError(empty, "its modules have no nodes: they return their input, or were merged")
-    devices = {
-        **found.nodes,
-        **{node: next(iter(said.values())) for node, said in found.disputed.items()},
-    }
+    """Node → device; for modules with different devices, that of the first, which runs first."""
+    rules = {selector: _device_of(selector, device) for selector, device in plan.items()}
+    result = assigned(tagged, rules)
+    for selector, nodes in result.reached.items():
+        if not nodes:
+            raise RuleError(
+                selector, "its modules have no nodes: they return their input, or were merged"
+            )
+    devices = dict(result.nodes)
+    for node, device_of_module in result.disputed.items():
+        devices[node] = next(iter(device_of_module.values()))
     return {node: devices[node] for node in tagged.nodes if node in devices}
 
 
 def _keep_what_fits(
     devices: dict[ir.Node, str], needs: Needs, device: str, memory: int, slack: float
 ) -> None:
-    """Leave a device to the nodes that fit; nodes of subgraphs go with the node around them."""
+    """Move nodes that do not fit off a device; nodes of subgraphs follow their holder."""
     holders = {
         node: [*needs.tagged.index.scopes(node)][-1]
         for node, wanted in devices.items()
@@ -219,7 +218,9 @@ def _keep_what_fits(
     }
     candidates = {holder for holder in holders.values() if devices.get(holder) == device}
     fitting = nodes_that_fit(needs, candidates, device, memory, slack)
-    devices.update({node: _REST for node, holder in holders.items() if holder not in fitting})
+    for node, holder in holders.items():
+        if holder not in fitting:
+            devices[node] = _REST
 
 
 def _placed(
@@ -231,6 +232,7 @@ def _placed(
     options: Mapping[str, str],
     remarks: tuple[str, ...],
 ) -> Placed:
+    """Build the result of `place`."""
     cutter = Cutter(original)
     crossing = crossings(
         original.model,
@@ -243,10 +245,13 @@ def _placed(
     nodes = {node: devices.get(node) for node in original.nodes}
     uses = {}
     for device in dict.fromkeys(devices.values()):
-        listed = [node for node, chosen in devices.items() if chosen == device]
-        item = None if needs is None else needs.item(listed)
-        weights, peak = (None, None) if item is None else (item.memory - item.peak, item.peak)
-        uses[device] = DeviceUse(len(listed), weights, peak, limits.get(device))
+        own_nodes = [node for node, chosen in devices.items() if chosen == device]
+        if needs is None:
+            uses[device] = DeviceUse(len(own_nodes), budget=limits.get(device))
+        else:
+            item = needs.item(own_nodes)
+            weights = item.memory - item.peak
+            uses[device] = DeviceUse(len(own_nodes), weights, item.peak, limits.get(device))
     return Placed(
         modules=placed_modules(original, nodes, original.index.works.__getitem__, crossing),
         devices=uses,
@@ -276,33 +281,32 @@ def placement(
     providers: Sequence[Any] = (HOST,),
     session_options: Any = None,
 ) -> Placement:
-    """Show which execution provider of ONNX Runtime runs each module, and what crosses between them.
+    """Show the execution provider of ONNX Runtime for each module, and the tensors between them.
 
-    ONNX Runtime (1.24 or later) loads the model and says what it gave to which provider; nothing is
-    run. What it merges before is attributed to modules as in `htp_export.profile`. A model that
-    `htp_export.place` wrote is loaded with its session options, unless ``session_options`` has
-    others.
+    ONNX Runtime (1.24 or later) loads the model and reports the provider of each node; nothing is
+    run. Nodes that it merges first are attributed to modules as in `htp_export.profile`. A model of
+    `htp_export.place` is loaded with its session options, unless ``session_options`` has others.
 
     Thread-safe, but not for calls with the same ``session_options``.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         data: The inputs of one run, for the sizes of tensors, as in `htp_export.cost`.
-        dims: Name of an open dimension → size. Dimensions that are not given are 1.
+        dims: Open dimension → size; 1 by default.
         shapes: Input name → shape.
         providers: Execution providers, in order of preference, as for
-            ``onnxruntime.InferenceSession``; empty for those that ``session_options`` has, as those
-            of plugins.
+            ``onnxruntime.InferenceSession``; empty for the providers in ``session_options``, such
+            as plugins.
         session_options: An ``onnxruntime.SessionOptions``. It is restored afterwards.
 
     Returns:
-        Providers by module, the tensors that cross, and nodes that run elsewhere than their device
-        in the file.
+        Providers by module, the tensors between them, and nodes that run on another device than the
+        file states.
 
     Raises:
         UntaggedModelError: The model has no module tags.
         FileError: The file cannot be read.
-        InputError: ONNX Runtime cannot load the model or does not say where nodes run, or a
+        InputError: ONNX Runtime cannot load the model or does not report where nodes run, or a
             provider is missing.
 
     Examples:
@@ -324,32 +328,30 @@ def placement(
     named = tagged.clone()
     renamed = make_node_names_unique(named.model.graph)
     with temporary_folder() as folder:
-        path = model if isinstance(model, str | os.PathLike) else None
-        name = tagged.hierarchy.root.simple_class or "model" if path is None else os.fspath(path)
+        path = os.fspath(model) if isinstance(model, str | os.PathLike) else None
         if path is not None and tagged is original and not renamed:
-            runnable = RunnableModel.of_file(Path(name), named.model, folder)
+            runnable = RunnableModel.of_file(Path(path), named.model, folder)
         else:
+            name = tagged.hierarchy.root.simple_class or "model" if path is None else path
             runnable = RunnableModel.of(named.model, name, folder)
         try:
             assignment = assign(runnable, settings, folder, entries)
         except OnnxRuntimeError as error:
-            if entries and _BORDER_FAULT in error.problem:
-                raise OnnxRuntimeError(
-                    error.model, error.action, f"{_BORDER}: {error.problem}"
-                ) from error
-            raise
-    return _placement(
-        named, assignment, entries, remarks, needs_of(load(assignment.graph), example, dims, shapes)
-    )
+            if not entries or _BORDER_FAULT not in error.problem:
+                raise
+            problem = f"{_BORDER}: {error.problem}"
+            raise OnnxRuntimeError(error.model, error.action, problem) from error
+    needs = needs_of(load(assignment.graph), example, dims, shapes)
+    return _placement(named, assignment, entries, remarks, needs)
 
 
 def _entries(
     tagged: TaggedModel, options: Any, name: str
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The configuration entries that the model asks for, if the options have no others; and what is to be said."""
+    """The model's configuration entries, unless the options have their own; and remarks on them."""
     own = "" if options is None else entry_of(options, SETTINGS)
     try:
-        # a file may not set any other entry
+        # no other entry of a file is used: it could load a library
         written = read_placement(tagged.model.metadata_props).get(SETTINGS)
     except ValueError as error:
         raise InputError(f"{name}: {error}") from error
@@ -374,6 +376,7 @@ def _placement(
     remarks: tuple[str, ...],
     needs: Needs | None,
 ) -> Placement:
+    """Build the result of `placement`."""
     from htp_export.alignment.carried_owners import optimized_works
 
     works = optimized_works(tagged, assignment.graph)
@@ -385,15 +388,15 @@ def _placement(
     if copied is not None:
         found = tuple(replace(crossing, copied=crossing.tensor in copied) for crossing in found)
     counts = Counter(node.provider for node in assignment.assigned)
+    unattributed = []
+    for node, provider in assignment.provider_of.items():
+        if not works[node].owners:
+            unattributed.append((provider, node.op_type, node.name or ""))
     return Placement(
         modules=placed_modules(tagged, assignment.provider_of, works.__getitem__, found),
         providers={provider: counts[provider] for provider in assignment.providers},
         crossings=found,
-        unattributed=tuple(
-            (provider, node.op_type, node.name or "")
-            for node, provider in assignment.provider_of.items()
-            if not works[node].owners
-        ),
+        unattributed=tuple(unattributed),
         misplaced=tuple(_misplaced(tagged, assignment)) if entries else (),
         options=dict(entries),
         remarks=remarks,
@@ -403,12 +406,11 @@ def _placement(
 
 
 def _misplaced(tagged: TaggedModel, assignment: Assignment) -> Iterator[Misplaced]:
-    """The nodes with a device that run elsewhere. A node that ONNX Runtime makes has the name of one before it."""
+    """The nodes that run elsewhere; ONNX Runtime names a new node after an original one."""
     named = {node.name: node for node in tagged.model.graph.all_nodes()}
     for entry in assignment.assigned:
         node = named.get(entry.name) or named.get(entry.name.rpartition("/")[0])
         device = None if node is None else node.metadata_props.get(ANNOTATION)
         if node is not None and device is not None and not is_device(device, entry.provider):
-            yield Misplaced(
-                entry.name, entry.op_type, tagged.owners_of(node), device, entry.provider
-            )
+            owners = tagged.owners_of(node)
+            yield Misplaced(entry.name, entry.op_type, owners, device, entry.provider)

@@ -1,1 +1,1 @@
-"""``profile``: latency and memory by module, whatever engine runs the model."""
+"""``profile``: latency and memory by module, in any engine."""

@@ -1,4 +1,4 @@
-"""Latency by module, drawn for a terminal or a pipe."""
+"""Drawing of latency by module, for a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def render_profile(
     depth: int | None = None,
     fold: bool = True,
 ) -> RenderableType:
-    """A table with a line for each module that takes time: total, self, share and kernels; then the whole in words.
+    """A table with a line for each module that takes time, and lines about the whole model.
 
-    Modules more than ``depth`` levels below the root are left out; containers that never ran are no
-    level. With ``fold``, alike siblings that follow each other are drawn once, with the mean of
-    their times.
+    Modules more than ``depth`` levels below the root are omitted; containers that never ran do not
+    count as levels. With ``fold``, consecutive equal siblings are drawn once, with the mean of their
+    times.
     """
     rows = _shown(profile, depth)
     if sort != "tree":
@@ -42,19 +42,19 @@ def render_profile(
 
 
 def _shown(profile: Profile, depth: int | None) -> list[ModuleLatency]:
-    every = {path: module for path, module in profile.modules.items() if module.kernels}
-    ran = {path for path, module in every.items() if module.calls or not path or module.self_ms}
+    """The modules that took time, and are not containers, down to a depth."""
+    timed = {path: module for path, module in profile.modules.items() if module.kernels}
+    ran = {path for path, module in timed.items() if module.calls or not path or module.self_ms}
 
     def level(path: str) -> int:
-        return sum(up in ran for up in tags.ancestors(path) if up != path)
+        return sum(ancestor in ran for ancestor in tags.ancestors(path) if ancestor != path)
 
-    shown = [
-        module
-        for path, module in every.items()
-        if path in ran and (depth is None or level(path) <= depth)
-    ]
-    # no container: it has a line
-    return [module if module.calls else replace(module, calls=1) for module in shown]
+    shown = []
+    for path, module in timed.items():
+        if path in ran and (depth is None or level(path) <= depth):
+            # With a call, it is not taken for a container, which would have no line.
+            shown.append(module if module.calls else replace(module, calls=1))
+    return shown
 
 
 def _alike(row: ModuleLatency) -> Hashable:
@@ -72,5 +72,5 @@ def _merged(modules: Sequence[ModuleLatency]) -> ModuleLatency:
 
 
 def drawn(result: Profile) -> RenderableType:
-    """The result as a notebook shows it."""
+    """The drawing in a notebook."""
     return render_profile(result)

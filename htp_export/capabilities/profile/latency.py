@@ -1,4 +1,4 @@
-"""Latency by module, in ONNX Runtime or in an engine that another package adds."""
+"""`profile`: latency by module, in ONNX Runtime or in an engine of another package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, load, name_of
+from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
@@ -43,37 +43,37 @@ def profile(
 ) -> Profile:
     """Measure the latency of every module.
 
-    The model runs in ONNX Runtime with its optimisations, first under its profiler and then
-    without. A kernel that does work of several modules is divided equally among them; kernels
-    without a module are listed. ``timing`` of the result says what was timed: on a GPU, ONNX
-    Runtime's profiler measures launches, unless it was built to measure kernels.
+    The model runs in ONNX Runtime with its optimizations, first with its profiler and then without.
+    A kernel that does work of several modules is divided equally among them; kernels without a
+    module are listed. ``timing`` of the result states what was timed: on a GPU, ONNX Runtime's
+    profiler measures launches, unless it was built to measure kernels.
 
     Thread-safe, but calls at the same time slow each other down.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
             Nothing is written beside a file.
-        data: The inputs of one run, as for `quantize`. Random ones without: floats are normal,
+        data: The inputs of one run, as for `quantize`. Random by default: floats are normal,
             integers 0 or 1, booleans true.
-        dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other
-            sizes are refused.
+        dims: Open dimension → size, for random inputs; 1 by default. ``data`` of other sizes are
+            refused.
         shapes: For random inputs: input name → shape.
         runs: Number of measured runs, each with the profiler and without.
-        warmup: Number of runs before those.
+        warmup: Number of runs before the measurement.
         providers: Execution providers, in order of preference, as for
             ``onnxruntime.InferenceSession``.
-        session_options: An ``onnxruntime.SessionOptions``: threads, level of optimisation and so
+        session_options: An ``onnxruntime.SessionOptions``: threads, level of optimization and so
             on. It is restored afterwards.
-        memory: Run the model once more, and record what ONNX Runtime allocates for each kernel,
+        memory: Run the model once more, and record the allocations of ONNX Runtime for each kernel,
             beside the estimate of `cost`.
-        timing: ``kernels``: what ONNX Runtime's profiler measures. ``modules``: each module runs
-            alone, with its inputs on the device. ``auto``: the second if the device only queues
-            kernels, the profiler has no times of them, and the times of launches explain less than
-            half of a run.
-        engine: ``onnxruntime``, or the name of an engine that another package adds: of an entry
-            point of the group ``htp_export.profile``.
+        timing: ``kernels``: ONNX Runtime's profiler. ``modules``: each module runs alone, with its
+            inputs on the device. ``auto``: the second if the device only queues kernels, the
+            profiler has no times for them, and the times of launches explain less than half of a
+            run.
+        engine: ``onnxruntime``, or the name of an engine of another package: an entry point of the
+            group ``htp_export.profile``.
         engine_options: Options of such an engine.
-        measured: Nothing is run. The files in which such an engine wrote what it measured
+        measured: Run nothing; read the files in which such an engine recorded measurements
             elsewhere.
 
     Returns:
@@ -81,9 +81,9 @@ def profile(
 
     Raises:
         UntaggedModelError: The model has no module tags.
-        FileError: A file cannot be read, or what is measured in it is of another model.
+        FileError: A file cannot be read, or its measurements belong to another model.
         InputError: The inputs do not fit the model, ONNX Runtime cannot run it, a provider or
-            engine is missing, options are not those of the engine, or ``runs`` or ``warmup`` is too
+            engine is missing, the engine does not have an option, or ``runs`` or ``warmup`` is too
             small.
         ToolError: An engine of another package cannot run the model.
 
@@ -95,6 +95,7 @@ def profile(
         >>> list(report.modules), report.unattributed_ms, report.modules["1"].by_op.keys()
         (['', '0', '1'], 0, dict_keys(['Softmax']))
     """
+    # The branches below are checks of arguments, each with its message, in the order of the work.
     settings = SessionSettings(tuple(providers), session_options)
     options = dict(engine_options or {})
     if timing not in _TIMINGS:
@@ -109,7 +110,7 @@ def profile(
             f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
         )
     original = load(model)
-    tagged = read_flat(original)  # ONNX Runtime would inline functions under names of its own
+    tagged = read_flat(original)  # ONNX Runtime would inline functions, with names of its own
     tagged.require_tags()
     name = name_of(model, "the model")
     if other is not None and measured is not None:
@@ -133,15 +134,18 @@ def profile(
                 tagged, feed, runs, warmup, name=name, options=options, folder=folder
             )
             return Profile.of(tagged, result, engine, feed.notes)
-        # The file itself, if the model has no functions.
-        file = Path(model) if isinstance(model, str | os.PathLike) and tagged is original else None
-        runnable = (
-            RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)
-            if file is None
-            else RunnableModel.of_file(file, tagged.model, folder)
-        )
+        runnable = _runnable(model, tagged, tagged is original, folder)
         result = measure(
             tagged, runnable, feed, runs, warmup, settings=settings, timing=timing, folder=folder
         )
         allocated = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
         return Profile.of(tagged, result, engine, feed.notes, allocated)
+
+
+def _runnable(
+    model: ModelSource, tagged: TaggedModel, is_unchanged: bool, folder: Path
+) -> RunnableModel:
+    """The model for ONNX Runtime: the file itself, unless its functions were inlined."""
+    if is_unchanged and isinstance(model, str | os.PathLike):
+        return RunnableModel.of_file(Path(model), tagged.model, folder)
+    return RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)

@@ -1,4 +1,4 @@
-"""Latency by module: the result of ``profile``, whatever engine the kernels ran in."""
+"""Result of `profile`: latency by module, in any engine."""
 
 from __future__ import annotations
 
@@ -22,34 +22,26 @@ from htp_export.runtime.traces import QUEUED
 
 _MEMORY_COLUMNS: tuple[Column[ModuleLatency], ...] = (
     Column(
-        "allocated_bytes",
-        "allocated",
-        lambda row: row.memory and row.memory.allocated_bytes,
-        "B",
-        keep=3,
+        "allocated_bytes", "allocated", lambda row: _of_memory(row, "allocated_bytes"), "B", keep=3
     ),
     Column(
         "self_allocated_bytes",
         "self allocated",
-        lambda row: row.memory and row.memory.self_allocated_bytes,
+        lambda row: _of_memory(row, "self_allocated_bytes"),
         "B",
     ),
     Column(
-        "estimated_bytes",
-        "estimated",
-        lambda row: row.memory and row.memory.estimated_bytes,
-        "B",
-        keep=3,
+        "estimated_bytes", "estimated", lambda row: _of_memory(row, "estimated_bytes"), "B", keep=3
     ),
     Column(
         "self_estimated_bytes",
         "self estimated",
-        lambda row: row.memory and row.memory.self_estimated_bytes,
+        lambda row: _of_memory(row, "self_estimated_bytes"),
         "B",
     ),
-    Column("estimate_ratio", "ratio", lambda row: row.memory and row.memory.ratio, keep=3),
+    Column("estimate_ratio", "ratio", lambda row: _of_memory(row, "ratio"), keep=3),
 )
-"""Those that only a profile with measured memory has."""
+"""Columns of a profile with measured memory only."""
 
 PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
     CLASS_NAME,
@@ -73,29 +65,33 @@ _TIMINGS = {
     "modules": "each module ran alone, with its inputs on the device: the overhead of a run is in each of its times",
 }
 OWN_ENGINE = "onnxruntime"
-"""The engine that is built in."""
+"""The built-in engine."""
 _DRAWN_MEMORY = ("allocated_bytes", "estimated_bytes", "estimate_ratio")
 _DRAWN = ("class_name", "total_ms", "self_ms", "share")
 _LIMIT = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|%)")
 _MILLISECONDS = {"s": 1e3, "ms": 1.0, "us": 1e-3, "µs": 1e-3}
 
 
+def _of_memory(row: ModuleLatency, name: str) -> Any:
+    return None if row.memory is None else getattr(row.memory, name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModuleLatency(ModuleFacts):
-    """The facts of a module, and its time in one run of the model; see ``Trace.typical`` for which run that is.
+    """The facts of a module, and its time in a typical run of the model; see ``Trace.typical``.
 
     Attributes:
-        total_ms: Time of the module and all modules below it: ``self_ms`` plus the totals of its
-            child modules.
+        total_ms: Time of the module and its descendants: ``self_ms`` plus the totals of its
+            children.
         self_ms: Time of the module's own nodes. A kernel with several owners is divided equally
             among them.
         share: ``total_ms`` divided by the time of all kernels, from 0 to 1.
-        fused_ms: The part of ``total_ms`` that comes from kernels shared with modules outside.
-        kernels: Number of kernels of the module and those below it, including shared ones.
-        launches: How often these ran in one run of the model; more than ``kernels`` in a loop.
+        fused_ms: The part of ``total_ms`` in kernels shared with modules outside.
+        kernels: Number of kernels of the module and its descendants, shared ones included.
+        launches: Launches of these kernels in one run; more than ``kernels`` in a loop.
         by_op: Operator type of a kernel → its part of ``total_ms``, the longest first.
-        memory: What ONNX Runtime allocated for it, beside the estimate of ``cost``; None if it was
-            not measured.
+        memory: Allocations of ONNX Runtime for it, beside the estimate of ``cost``; None if they
+            were not measured.
     """
 
     total_ms: float
@@ -124,14 +120,14 @@ class Profile(ModuleTable):
         kernels: All kernels, in the order of their first run.
         runs: Number of measured runs.
         providers: The execution providers that were used.
-        assumed: A line for each open dimension whose size was not given, with the size that was
-            used, and for what the measured times do not say.
+        assumed: A line for each open dimension without a size in the call, with the size that was
+            used; and for facts that the measured times do not show.
         tags: The tags of the model: source, reasons, untagged nodes.
-        memory: What ONNX Runtime allocated; None if it was not measured.
-        engine: What ran the model: ``onnxruntime``, or the engine of another package.
-        timing: What was timed: ``kernels``; ``launches``, if a device only queues kernels and its
-            times are not known; ``modules``, if each module ran alone; ``layers`` where an engine's
-            files have them: their times are means over all runs, and the other times their sum.
+        memory: Allocations of ONNX Runtime; None if they were not measured.
+        engine: The engine that ran the model: ``onnxruntime``, or one of another package.
+        timing: The kind of times: ``kernels``; ``launches``, if a device only queues kernels and
+            their times are unknown; ``modules``, if each module ran alone; ``layers``, from an
+            engine's files: they are means over all runs, and the other times their sums.
     """
 
     columns = PROFILE_COLUMNS
@@ -164,7 +160,7 @@ class Profile(ModuleTable):
         notes: Sequence[str] = (),
         memory: MeasuredMemory | None = None,
     ) -> Profile:
-        """Sum up what an engine measured by module; ``notes`` say what was assumed."""
+        """Sum up an engine's measurement by module; ``notes`` are the assumptions."""
         unattributed = tuple(kernel for kernel in measured.kernels if not kernel.owners)
         return cls(
             modules=latency_by_module(measured.kernels, tagged, memory),
@@ -184,12 +180,12 @@ class Profile(ModuleTable):
         )
 
     def over(self, budgets: Mapping[str, str | float]) -> dict[str, float]:
-        """Modules whose total takes longer than their budget: module path → budget in ms, in the order of ``modules``.
+        """Modules whose total exceeds their budget: module path → budget in ms.
 
         Args:
             budgets: Selector → the budget of each module that it names: a number of ms, or a text,
-                ``"5ms"`` or ``"20%"`` of the time of all kernels. Of several that name a module,
-                the last one holds.
+                ``"5ms"`` or ``"20%"`` of the time of all kernels. If several selectors name a
+                module, the last one counts.
 
         Raises:
             InputError: If a budget is neither a time nor a share below 100 %.
@@ -204,11 +200,12 @@ class Profile(ModuleTable):
         }
 
     def module_data(self, row: ModuleLatency) -> dict[str, Any]:
-        """What JSON has of a module; memory where it was measured."""
-        unknown = () if self.memory is not None else names_of(_MEMORY_COLUMNS)
-        return {
-            name: value for name, value in super().module_data(row).items() if name not in unknown
-        }
+        """The entry of a module in JSON; memory only if it was measured."""
+        entries = super().module_data(row)
+        if self.memory is not None:
+            return entries
+        unknown = names_of(_MEMORY_COLUMNS)
+        return {name: value for name, value in entries.items() if name not in unknown}
 
     @property
     def drawn(self) -> Sequence[Column[ModuleLatency]]:
@@ -217,7 +214,7 @@ class Profile(ModuleTable):
 
     @property
     def drawn_memory(self) -> Sequence[str]:
-        """The names of the columns of memory, if it was measured."""
+        """The names of the memory columns, if memory was measured."""
         return _DRAWN_MEMORY if self.memory is not None else ()
 
     @property
@@ -229,10 +226,8 @@ class Profile(ModuleTable):
     def summary(self) -> str:
         """The times of the model, in one line."""
         if self.timing == "layers":
-            where = ", ".join(self.providers)
-            return (
-                f"{self.kernels_ms:.3f} ms a run in the layers of {where}, mean of {self.runs} runs"
-            )
+            engine = ", ".join(self.providers)
+            return f"{self.kernels_ms:.3f} ms a run in the layers of {engine}, mean of {self.runs} runs"
         if self.timing == "modules":
             whole = f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}"
             return f"{whole}; {self.kernels_ms:.3f} ms in modules alone"
@@ -243,7 +238,7 @@ class Profile(ModuleTable):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Which kernels belong to no module, and what was assumed, a line each."""
+        """Kernels without a module, and assumptions, one line each."""
         lines = [_TIMINGS[self.timing]] if self.timing in _TIMINGS else []
         if self.timing == "kernels" and any(kernel.provider in QUEUED for kernel in self.kernels):
             lines.append("times are those of kernels on the device")
@@ -252,40 +247,43 @@ class Profile(ModuleTable):
             named = ", ".join(f"{kernel.op_type} {kernel.name!r}" for kernel in longest[:3])
             more = f" and {len(longest) - 3} more" if len(longest) > 3 else ""
             lines.append(f"{self.unattributed_ms:.3f} ms belongs to no module: {named}{more}")
-        return (*lines, *(self.memory.notes if self.memory is not None else ()), *self.assumed)
+        if self.memory is not None:
+            lines.extend(self.memory.notes)
+        return (*lines, *self.assumed)
 
 
 def latency_by_module(
     kernels: Sequence[Kernel], tagged: TaggedModel, memory: MeasuredMemory | None = None
 ) -> dict[str, ModuleLatency]:
-    """Sum up kernels by module; each owner gets an equal part."""
+    """Sum up kernels by module; each owner of a kernel has an equal part of its time."""
     measured = memory.modules if memory is not None else {}
     model_ms = sum(kernel.ms for kernel in kernels)
     self_ms: defaultdict[str, float] = defaultdict(float)
-    below: defaultdict[str, list[tuple[Kernel, float]]] = defaultdict(list)
+    # The kernels in the region of each module, with the part of their work that is there.
+    inside: defaultdict[str, list[tuple[Kernel, float]]] = defaultdict(list)
     for kernel in kernels:
-        parts: defaultdict[str, int] = defaultdict(int)
         for owner in kernel.owners:
             self_ms[owner] += kernel.ms / len(kernel.owners)
+        owners_inside: defaultdict[str, int] = defaultdict(int)
         for modules in kernel.around:
             for path in modules:
-                parts[path] += 1
-        for path, count in parts.items():
-            below[path].append((kernel, count / len(kernel.owners)))
+                owners_inside[path] += 1
+        for path, count in owners_inside.items():
+            inside[path].append((kernel, count / len(kernel.owners)))
     rows = {}
     for path, contents in contents_of(tagged).modules.items():
         by_op: defaultdict[str, float] = defaultdict(float)
-        for kernel, part in below[path]:
+        for kernel, part in inside[path]:
             by_op[kernel.op_type] += kernel.ms * part
-        total = math.fsum(kernel.ms * part for kernel, part in below[path])
+        total = math.fsum(kernel.ms * part for kernel, part in inside[path])
         rows[path] = ModuleLatency(
             **vars(contents.facts),
             total_ms=total,
             self_ms=self_ms[path],
             share=total / model_ms if model_ms else 0.0,
-            fused_ms=math.fsum(kernel.ms * part for kernel, part in below[path] if part < 1),
-            kernels=len(below[path]),
-            launches=sum(kernel.launches for kernel, _ in below[path]),
+            fused_ms=math.fsum(kernel.ms * part for kernel, part in inside[path] if part < 1),
+            kernels=len(inside[path]),
+            launches=sum(kernel.launches for kernel, _ in inside[path]),
             by_op=dict(sorted(by_op.items(), key=lambda item: -item[1])),
             memory=measured.get(path),
         )
@@ -295,20 +293,22 @@ def latency_by_module(
 def budgets_by_module(
     budgets: Mapping[str, str | float], classes: Mapping[str, str], whole_ms: float = 0.0
 ) -> dict[str, float]:
-    """Module path → its budget in ms; of several that name a module, the last one; see `Profile.over`."""
-    return {
-        path: limit
-        for selector, budget in budgets.items()
-        for limit in [_limit_ms(selector, budget, whole_ms)]
-        for path in select(selector, classes)
-    }
+    """Module path → its budget in ms, from the last selector that names it; see `Profile.over`."""
+    limits: dict[str, float] = {}
+    for selector, budget in budgets.items():
+        limit = _limit_ms(selector, budget, whole_ms)
+        limits.update(dict.fromkeys(select(selector, classes), limit))
+    return limits
 
 
 def _limit_ms(selector: str, budget: str | float, whole_ms: float) -> float:
+    """A budget in ms; a share is one of ``whole_ms``."""
     match = _LIMIT.fullmatch(budget.strip() if isinstance(budget, str) else f"{budget:f}ms")
     if match is None or (match[2] == "%" and float(match[1]) >= 100):
         raise InputError(
             f"budget {budget!r} of {selector!r}: write a time or a share below 100 %, such as 5ms or 20%"
         )
     limit = float(match[1])
-    return limit / 100 * whole_ms if match[2] == "%" else limit * _MILLISECONDS[match[2]]
+    if match[2] == "%":
+        return limit / 100 * whole_ms
+    return limit * _MILLISECONDS[match[2]]

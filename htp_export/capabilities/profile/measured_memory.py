@@ -1,4 +1,4 @@
-"""The memory that ONNX Runtime allocates for each module, beside the estimate of ``cost``."""
+"""Memory that ONNX Runtime allocates for each module, beside the estimate of ``cost``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from htp_export.runtime.sessions import RunnableModel, SessionSettings
 from htp_export.runtime.traces import measured_memory
 
 BLOCK_BYTES = 256
-"""ONNX Runtime allocates whole blocks of so many bytes."""
+"""The granularity of ONNX Runtime's allocations, in bytes."""
 
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """A node of the graph that ONNX Runtime ran, what it allocated for its outputs and meanwhile, and its modules."""
+    """A node of ONNX Runtime's graph, the bytes allocated for it, and its modules."""
 
     name: str
     op_type: str
@@ -31,18 +31,18 @@ class KernelMemory:
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """What ONNX Runtime allocated for a module, and what ``cost`` estimates, in bytes.
+    """Allocations of ONNX Runtime for a module, and the estimate of ``cost``, in bytes.
 
-    A kernel of several modules counts once in the total of each module above them; for ``self_…``
+    A kernel of several modules counts once in the total of each of their ancestors; for ``self_…``
     it is divided.
 
     Attributes:
-        allocated_bytes: Allocated for the kernels of the module and of those below.
-        self_allocated_bytes: For its own.
-        estimated_bytes: The outputs of its nodes in the file, as ``cost`` counts them; nodes in a
-            loop once.
-        self_estimated_bytes: The same for its own.
-        blocks: Its own kernels for which something was allocated: each is rounded up to a block.
+        allocated_bytes: Allocated for the kernels of the module and its descendants.
+        self_allocated_bytes: Allocated for its own kernels.
+        estimated_bytes: The outputs of its nodes in the file, as ``cost`` counts them, but once for
+            nodes in a loop.
+        self_estimated_bytes: The same for its own nodes.
+        blocks: Number of its own kernels with an allocation: each is rounded up to a block.
     """
 
     allocated_bytes: int = 0
@@ -53,8 +53,10 @@ class ModuleMemory:
 
     @property
     def ratio(self) -> float | None:
-        """What was allocated, divided by the estimate; None without an estimate."""
-        return self.allocated_bytes / self.estimated_bytes if self.estimated_bytes else None
+        """``allocated_bytes`` divided by ``estimated_bytes``; None without an estimate."""
+        if not self.estimated_bytes:
+            return None
+        return self.allocated_bytes / self.estimated_bytes
 
     @property
     def is_off(self) -> bool:
@@ -65,11 +67,11 @@ class ModuleMemory:
 
 @dataclass(frozen=True)
 class MeasuredMemory(PlainData):
-    """What ONNX Runtime allocated in one run.
+    """Allocations of ONNX Runtime in one run.
 
     Attributes:
         kernels: Every node that ran.
-        allocated_bytes: All of it.
+        allocated_bytes: The sum of all allocations.
         unattributed_bytes: The part of nodes without a known module.
         estimated_bytes: The estimate of ``cost`` for the whole model.
         modules: Module path → its part.
@@ -85,20 +87,18 @@ class MeasuredMemory(PlainData):
 
     @property
     def off(self) -> list[str]:
-        """The modules for whose own nodes the estimate is off by more than rounding, the furthest first."""
+        """Modules whose own estimate is off by more than rounding, the worst first."""
         modules = self.modules
 
-        def distance(path: str) -> int:
+        def difference(path: str) -> int:
             return abs(modules[path].self_allocated_bytes - modules[path].self_estimated_bytes)
 
-        return sorted(
-            (path for path, module in modules.items() if module.is_off),
-            key=lambda path: -distance(path),
-        )
+        paths = [path for path, module in modules.items() if module.is_off]
+        return sorted(paths, key=lambda path: -difference(path))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How much was allocated, and where the estimate is off, a line each."""
+        """The sum of the allocations, and the modules with wrong estimates, one line each."""
         whole = f"{si(self.allocated_bytes, 'B')} allocated for the outputs of kernels, {si(self.estimated_bytes, 'B')}"
         lines = [f"{whole} estimated by cost"]
         if self.unattributed_bytes:
@@ -115,10 +115,8 @@ class MeasuredMemory(PlainData):
 
     def _compared(self, path: str) -> str:
         module = self.modules[path]
-        allocated, estimated = (
-            si(module.self_allocated_bytes, "B"),
-            si(module.self_estimated_bytes, "B"),
-        )
+        allocated = si(module.self_allocated_bytes, "B")
+        estimated = si(module.self_estimated_bytes, "B")
         return f"{path or '(root)'}: {allocated} allocated, {estimated} estimated"
 
 
@@ -129,44 +127,50 @@ def memory_by_module(
     tagged: TaggedModel,
     temporary: Path,
 ) -> MeasuredMemory:
-    """Run a model once, and sum up what ONNX Runtime allocated by module; see ``measured_memory``."""
+    """Run a model once, and sum up allocations by module; see ``measured_memory``."""
     from htp_export.alignment.carried_owners import optimized_works
     from htp_export.costs.costing import cost
 
     nodes, optimized = measured_memory(model, settings, feed, temporary)
     works = optimized_works(tagged, tagged.model if optimized is None else optimized)
-    measured, kernels = _Sums(), []
+    measured = _Sums()
+    kernels = []
     for node in nodes:
-        around = modules_around_owners(
-            (works[made] for made in node.nodes if made in works), tagged.calls
-        )
+        node_works = [
+            works[optimized_node] for optimized_node in node.nodes if optimized_node in works
+        ]
+        around = modules_around_owners(node_works, tagged.calls)
         measured.add(node.bytes, tuple(around), frozenset().union(*around.values()))
         kernels.append(KernelMemory(node.name, node.op_type, node.bytes, tuple(around)))
     estimated = _Sums()
     for node_cost in cost(tagged, feed.arrays).nodes:
         once = node_cost.activation_bytes // max(node_cost.times, 1)
         estimated.add(once, node_cost.owners or ("",), node_cost.modules)
-    estimates = (estimated.total, estimated.own)
+    modules = {}
+    for path in tagged.paths:
+        modules[path] = ModuleMemory(
+            allocated_bytes=measured.total[path],
+            self_allocated_bytes=measured.own[path],
+            estimated_bytes=estimated.total[path],
+            self_estimated_bytes=estimated.own[path],
+            blocks=measured.counted[path],
+        )
     return MeasuredMemory(
         kernels=tuple(kernels),
         allocated_bytes=sum(node.bytes for node in nodes),
         unattributed_bytes=sum(kernel.bytes for kernel in kernels if not kernel.owners),
         estimated_bytes=estimated.total[""],
-        modules={
-            path: ModuleMemory(
-                *(
-                    sums[path]
-                    for sums in (measured.total, measured.own, *estimates, measured.counted)
-                )
-            )
-            for path in tagged.paths
-        },
+        modules=modules,
     )
 
 
 class _Sums:
+    """Bytes by module: ``total`` with descendants, ``own``, and the number of ``counted`` nodes."""
+
     def __init__(self) -> None:
-        self.total, self.own, self.counted = Counter[str](), Counter[str](), Counter[str]()
+        self.total = Counter[str]()
+        self.own = Counter[str]()
+        self.counted = Counter[str]()
 
     def add(self, size: int, owners: Sequence[str], modules: Iterable[str]) -> None:
         from htp_export.costs.costing import divided

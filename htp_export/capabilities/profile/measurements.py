@@ -1,4 +1,4 @@
-"""What an engine measures, times that fit together, and what an engine of another package is."""
+"""Measurements of an engine, their consistency, and the interface of engines."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from htp_export.shapes.operator_kinds import subgraphs
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry of an engine's profile, a kernel, a layer or a node of its own graph, and the modules whose work it is.
+    """An entry of an engine's profile (a kernel, a layer or a node of its graph), with its modules.
 
     ``ms`` is its time in one run, without the kernels of its subgraphs; ``launches`` their mean
-    number. ``owners`` stand in the order of execution; ``around`` has for each the modules whose
+    number. ``owners`` are in execution order; ``around`` contains, for each owner, the modules whose
     regions contain its share.
     """
 
@@ -39,10 +39,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of an engine's profile, before its owners are known: the original nodes whose work it does.
+    """An entry of an engine's profile before its owners are known, with its original nodes.
 
-    There are none if its name tells none: the engine inserted it, or it lost the names. ``inputs``
-    and ``outputs`` are tensors of the engine's graph, by name.
+    It has none if its name refers to none: the engine inserted it, or lost the names. ``inputs``
+    and ``outputs`` are names of tensors in the engine's graph.
     """
 
     kernel: Kernel
@@ -52,13 +52,13 @@ class Entry:
 
 
 def owned(kernel: Kernel, works: Iterable[NodeCalls], calls: CallTree) -> Kernel:
-    """A kernel with its owners: those of the nodes whose work it does, in the order of execution, each once."""
+    """A kernel with its owners: the owners of its original nodes, in execution order."""
     around = modules_around_owners(works, calls)
     return replace(kernel, owners=tuple(around), around=tuple(around.values()))
 
 
 def modules_around_owners(works: Iterable[NodeCalls], calls: CallTree) -> dict[str, frozenset[str]]:
-    """Owner → the modules whose regions contain its share of the work, in the order of execution."""
+    """Owner → modules whose regions contain its share of the work, in execution order."""
     modules_by_owner: dict[str, frozenset[str]] = {}
     for work in works:
         for owner, modules in calls.around_owners(work).items():
@@ -67,25 +67,27 @@ def modules_around_owners(works: Iterable[NodeCalls], calls: CallTree) -> dict[s
 
 
 def entry_kernels(entries: Sequence[Entry], tagged: TaggedModel) -> tuple[Kernel, ...]:
-    """The kernels of entries, which stand in the order of execution, with their owners.
+    """The kernels of entries in execution order, with their owners.
 
-    An entry with original nodes has their owners; for a node with subgraphs, also those of the
-    nodes inside, unless these have entries of their own. An entry without belongs to the modules of
-    its consumers, otherwise to those of its producers, as an inserted node does.
+    An entry with original nodes has their owners; for a node with subgraphs, also the
+    nodes inside, unless these have entries of their own. An entry without original nodes belongs to
+    the modules of its consumers, or else of its producers, like an inserted node.
     """
     named = {node for entry in entries for node in entry.nodes}
     works = [_works(entry, named, tagged) for entry in entries]
-    makers: defaultdict[str, list[int]] = defaultdict(list)
-    readers: defaultdict[str, list[int]] = defaultdict(list)
+    producers: defaultdict[str, list[int]] = defaultdict(list)
+    consumers: defaultdict[str, list[int]] = defaultdict(list)
     for index, entry in enumerate(entries):
         for name in entry.outputs:
-            makers[name].append(index)
+            producers[name].append(index)
         for name in entry.inputs:
-            readers[name].append(index)
-    ahead = [[reader for name in entry.outputs for reader in readers[name]] for entry in entries]
-    behind = [[maker for name in entry.inputs for maker in makers[name]] for entry in entries]
-    _spread(works, ahead, reversed(range(len(entries))))
-    _spread(works, behind, range(len(entries)))
+            consumers[name].append(index)
+    for index in reversed(range(len(entries))):
+        if not works[index]:
+            works[index] = _works_of_neighbours(entries[index].outputs, consumers, works)
+    for index, entry in enumerate(entries):
+        if not works[index]:
+            works[index] = _works_of_neighbours(entry.inputs, producers, works)
     return tuple(
         owned(entry.kernel, dict.fromkeys(work), tagged.calls)
         for entry, work in zip(entries, works, strict=True)
@@ -93,48 +95,59 @@ def entry_kernels(entries: Sequence[Entry], tagged: TaggedModel) -> tuple[Kernel
 
 
 def _works(entry: Entry, named: set[ir.Node], tagged: TaggedModel) -> list[NodeCalls]:
+    """The works of an entry's nodes, in the order of the model.
+
+    They include the nodes of subgraphs, unless one of these has an entry of its own.
+    """
     nodes = dict.fromkeys(entry.nodes)
     for node in entry.nodes:
-        inside = [inner for body in subgraphs(node) for inner in body.all_nodes()]
-        if named.isdisjoint(inside):
-            nodes.update(dict.fromkeys(inside))
+        inner_nodes = list[ir.Node]()
+        for body in subgraphs(node):
+            inner_nodes.extend(body.all_nodes())
+        if named.isdisjoint(inner_nodes):
+            nodes.update(dict.fromkeys(inner_nodes))
     ordered = sorted(nodes, key=lambda node: tagged.index.place.get(node, 0))
-    return [work for work in map(tagged.work_of, ordered) if work.owners]
+    works = map(tagged.work_of, ordered)
+    return [work for work in works if work.owners]
 
 
-def _spread(
-    works: list[list[NodeCalls]], near: Sequence[Sequence[int]], order: Iterable[int]
-) -> None:
-    """Give each entry without owners those of its neighbours."""
-    for index in order:
-        if not works[index]:
-            works[index] = [
-                work for neighbour in dict.fromkeys(near[index]) for work in works[neighbour]
-            ]
+def _works_of_neighbours(
+    tensors: Iterable[str],
+    neighbours: Mapping[str, Sequence[int]],
+    works: Sequence[Sequence[NodeCalls]],
+) -> list[NodeCalls]:
+    """The works of the entries at the other end of an entry's tensors."""
+    indices: dict[int, None] = {}
+    for name in tensors:
+        indices.update(dict.fromkeys(neighbours.get(name, ())))
+    found: list[NodeCalls] = []
+    for index in indices:
+        found.extend(works[index])
+    return found
 
 
 _log = logging.getLogger(__name__)
 
-_ATTEMPTS = 3  # a load that comes and goes spoils one, seldom three
-_MOST = 2.0  # under a steady load both ratios stay below 1.5, also with kernels of a microsecond
-# what the profiler may add to the time of a kernel, which shows in very short ones
+_ATTEMPTS = 3  # load that comes and goes affects one measurement, seldom three
+_MOST = 2.0  # under a steady load both ratios stay below 1.5, also for kernels of a microsecond
+# The most that the profiler adds to the time of a kernel, which matters for very short ones.
 _PROFILER_MS = 0.01
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What an engine measured of a model.
+    """An engine's measurement of a model.
 
     Attributes:
-        kernels: What ran, with the times of one run.
-        profiled: The times of the runs with the profiler, in ms; empty where only those of kernels
+        kernels: The kernels, with their times in one run.
+        profiled: The times of the runs with the profiler, in ms; empty if only the times of kernels
             are known.
-        plain: The times of the runs without it, in ms; empty as these.
+        plain: The times of the runs without the profiler, in ms; empty in the same case.
         providers: The execution providers or devices in use.
-        timing: As of `Profile`.
-        runs: Number of measured runs; 0 if it is not known.
-        at_once: How many kernels may run at the same time.
-        notes: What the times do not say, a line each.
+        timing: As in `Profile`.
+        runs: Number of measured runs; 0 if unknown.
+        at_once: Number of kernels that may run at the same time.
+        notes: Facts that the times do not show, one line each.
     """
 
     kernels: Sequence[Kernel]
@@ -153,20 +166,24 @@ class Measurement:
 
     @property
     def end_to_end_ms(self) -> float:
-        """The median of the runs without the profiler; the sum of the kernels where it is not known."""
-        return statistics.median(self.plain) if self.plain else self.kernels_ms
+        """The median of the runs without the profiler; the sum of the kernels if it is unknown."""
+        if self.plain:
+            return statistics.median(self.plain)
+        return self.kernels_ms
 
     @property
     def profiled_ms(self) -> float:
-        """The median of the runs with the profiler; the sum of the kernels where it is not known."""
-        return statistics.median(self.profiled) if self.profiled else self.kernels_ms
+        """The median of the runs with the profiler; the sum of the kernels if it is unknown."""
+        if self.profiled:
+            return statistics.median(self.profiled)
+        return self.kernels_ms
 
     @property
     def apart(self) -> float:
-        """How many times the sum of the kernels is the time of a run, or a run is the one with the profiler.
+        """How inconsistent the times are: kernels and runs, runs without and with profiler.
 
-        Neither can be much more than 1, unless something else kept the processor busy in one of
-        them.
+        Neither ratio can be much more than 1, unless something else kept the processor busy during
+        one of the two.
         """
         overhead = _PROFILER_MS * sum(kernel.launches for kernel in self.kernels)
         of_kernels = self.kernels_ms / (self.at_once * self.end_to_end_ms + overhead)
@@ -174,12 +191,13 @@ class Measurement:
 
 
 class ProfileEngine(Protocol):
-    """An engine of another package: what an entry point of the group ``htp_export.profile`` names, a module mostly.
+    """The interface of an engine of another package: an entry point of ``htp_export.profile``.
 
-    One that cannot run models here has no ``measure``, and one that writes no files no ``read``.
+    An engine that cannot run models here has no ``measure``; one that writes no files has no
+    ``read``.
 
     Attributes:
-        THREADS: Which of the engine's options says how many threads a kernel has; "" if none does.
+        THREADS: The engine's option for the number of threads of a kernel; "" if it has none.
     """
 
     THREADS: str
@@ -195,19 +213,19 @@ class ProfileEngine(Protocol):
         options: Mapping[str, Any],
         folder: Path,
     ) -> Measurement:
-        """Run a model without functions ``warmup`` times, then ``runs`` times with the engine's profiler and without.
+        """Run a model without functions: ``warmup`` runs, then ``runs`` with profiler and without.
 
-        ``name`` is the model's in errors, and ``folder`` a temporary one.
+        ``name`` is that of the model in errors, and ``folder`` a temporary folder.
         """
 
     def read(
         self, tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: str
     ) -> Measurement:
-        """Read what the engine measured elsewhere of a model without functions."""
+        """Read the engine's measurements of a model without functions from files."""
 
 
 def consistent(measure: Callable[[], Measurement]) -> Measurement:
-    """Measure up to three times, while the times contradict each other; if they all do, the best has a note of it."""
+    """Measure up to three times until the times are consistent; else add a note to the best."""
     measured: list[Measurement] = []
     while len(measured) < _ATTEMPTS:
         measured.append(measure())

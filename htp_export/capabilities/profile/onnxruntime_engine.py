@@ -1,4 +1,4 @@
-"""ONNX Runtime as the engine of ``profile``: the kernels of its profiler, or modules that run alone."""
+"""ONNX Runtime as the engine of `profile`: kernels of its profiler, or modules that run alone."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _DEVICES = {
     "CUDAExecutionProvider": "cuda",
     "TensorrtExecutionProvider": "cuda",
     "NvTensorRTRTXExecutionProvider": "cuda",
-    "ROCMExecutionProvider": "cuda",  # ONNX Runtime calls AMD's devices so, too
+    "ROCMExecutionProvider": "cuda",  # ONNX Runtime's name for AMD's devices, too
     "MIGraphXExecutionProvider": "cuda",
     "DmlExecutionProvider": "dml",
 }
 
 
 def device_of(providers: Sequence[str]) -> str:
-    """Return ONNX Runtime's name of the device on which the first execution provider keeps tensors."""
+    """Return ONNX Runtime's name of the device where the first provider keeps tensors."""
     return _DEVICES.get(providers[0], "cpu") if providers else "cpu"
 
 
@@ -50,21 +50,19 @@ def times_of_modules(
     warmup: int,
     temporary: Path,
 ) -> tuple[tuple[Kernel, ...], dict[str, str]]:
-    """Run each module with nodes of its own alone, on the tensors that it gets in a run of the model.
+    """Run each module with nodes of its own alone, on its inputs in a run of the model.
 
-    A module's own time is what its run took, without the own times of the modules below it, and at
-    least 0. Inputs and outputs lie on the device of the first of ``providers``. Also returned is
-    path → why a module did not run alone: its time counts in the module above.
+    A module's own time is the time of its run, without the own times of its descendants, and at
+    least 0. Inputs and outputs are on the device of the first of ``providers``. Also returns path →
+    reason, for modules that did not run alone: their times count for their parents.
     """
     from htp_export.capabilities.verify.file_run import FileRun
 
     cuts, reasons = _cuts(tagged)
-    wanted = dict.fromkeys(
-        str(value.name)
-        for parts in cuts.values()
-        for part in parts
-        for value in part.inputs.values()
-    )
+    wanted: dict[str, None] = {}
+    for parts in cuts.values():
+        for part in parts:
+            wanted.update(dict.fromkeys(str(value.name) for value in part.inputs.values()))
     arrays: dict[str, Array] = {}
     source = FileRun(tagged, "the model", feed.arrays, SessionSettings(), PORTION_BYTES)
     source.fetch(dict.fromkeys(wanted, 0), arrays.__setitem__)
@@ -72,17 +70,22 @@ def times_of_modules(
     alone: dict[str, float] = {}
     for path, parts in counted(list(cuts.items()), "modules"):
         try:
-            alone[path] = sum(
+            times = [
                 _time(tagged, part, arrays, settings, device, runs, warmup, temporary)
                 for part in parts
-            )
+            ]
         except InputError as error:
             reasons[path] = str(error)
+        else:
+            alone[path] = sum(times)
     own: dict[str, float] = {}
-    # the deepest first
-    for path in sorted(alone, key=lambda module: -sum(1 for _ in tags.ancestors(module))):
-        below = sum(ms for other, ms in own.items() if other != path and tags.is_under(other, path))
-        own[path] = max(0.0, alone[path] - below)
+
+    def depth(path: str) -> int:
+        return sum(1 for _ in tags.ancestors(path))
+
+    for path in sorted(alone, key=depth, reverse=True):  # descendants first
+        below = [ms for other, ms in own.items() if other != path and tags.is_under(other, path)]
+        own[path] = max(0.0, alone[path] - sum(below))
     kernels = []
     for path in tagged.paths:
         if path in own:
@@ -92,7 +95,7 @@ def times_of_modules(
 
 
 def _cuts(tagged: TaggedModel) -> tuple[dict[str, list[Cut]], dict[str, str]]:
-    """The calls of each module with nodes of its own, and why others cannot run alone: path → reason."""
+    """The calls of each module with nodes of its own; and path → reason why it cannot run alone."""
     cutter = Cutter(tagged)
     owning = {owner for node in tagged.nodes for owner in tagged.owners_of(node)}
     cuts: dict[str, list[Cut]] = {}
@@ -102,7 +105,8 @@ def _cuts(tagged: TaggedModel) -> tuple[dict[str, list[Cut]], dict[str, str]]:
             continue
         try:
             parts = [cutter.cut(path, call) for call in range(max(tagged[path].calls, 1))]
-            check_outside(tagged, (value.name for part in parts for value in part.inputs.values()))
+            for part in parts:
+                check_outside(tagged, (value.name for value in part.inputs.values()))
         except InputError as error:
             reasons[path] = str(error)
         else:
@@ -120,6 +124,7 @@ def _time(
     warmup: int,
     temporary: Path,
 ) -> float:
+    """The median time of one call of a module that runs alone, in ms."""
     model = cut_model(tagged, part)
     feed = Inputs.of(model).feed(
         {name: arrays[str(value.name)] for name, value in part.inputs.items()}
@@ -148,13 +153,14 @@ def measure(
     timing: str,
     folder: Path,
 ) -> Measurement:
-    """Run a model under ONNX Runtime's profiler, and in the same session without.
+    """Run a model with ONNX Runtime's profiler, and in the same session without.
 
-    Modules run alone if ``timing`` is ``modules``; if it is ``auto``, where times of launches do
-    not explain a run.
+    With ``timing="modules"``, modules run alone, too; with ``"auto"``, only if times of launches do
+    not explain the time of a run.
     """
 
     def once() -> Measurement:
+        """One measurement: runs with the profiler, and then without."""
         session = ProfiledSession(runnable, settings, Path(tempfile.mkdtemp(dir=folder)))
         session.run(feed, warmup)
         profiled = session.run(feed, runs)
@@ -172,48 +178,49 @@ def measure(
         )
 
     measured = consistent(once)
-    unexplained = measured.timing == "launches" and not _explain(
-        measured.kernels, measured.end_to_end_ms
-    )
-    if timing != "modules" and (timing != "auto" or not unexplained):
+    explained = measured.timing != "launches" or _explain(measured.kernels, measured.end_to_end_ms)
+    if timing != "modules" and (timing != "auto" or explained):
         return measured
     kernels, reasons = times_of_modules(
         tagged, feed, settings, measured.providers, runs, warmup, folder
     )
-    notes = (f"{path or '(root)'} did not run alone: {why}" for path, why in reasons.items())
+    notes = (f"{path or '(root)'} did not run alone: {reason}" for path, reason in reasons.items())
     return replace(measured, kernels=kernels, timing="modules", notes=(*notes, *measured.notes))
 
 
 def _explain(kernels: Sequence[Kernel], run_ms: float) -> bool:
-    """Whether times of launches say where the time of a run goes: they are most of it, and most have modules."""
+    """Whether launches of kernels with modules are at least half of a run, and explain it."""
     return sum(kernel.ms for kernel in kernels if kernel.owners) >= run_ms / 2
 
 
 def _kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> tuple[Kernel, ...]:
-    """The kernels of a trace by first launch; without the optimised graph, those that kept their names have owners."""
+    """The kernels of a trace, by first launch.
+
+    Without the optimized graph, only kernels that kept their names have owners.
+    """
     from htp_export.alignment.carried_owners import optimized_works
 
     graph = tagged.model if optimized is None else optimized
-    works, nodes = optimized_works(tagged, graph), _nodes(trace.times, graph)
+    works = optimized_works(tagged, graph)
+    nodes = _nodes(trace.times, graph)
     kernels = []
     for key in trace.times:
         launches = trace.launches[key] / trace.runs
         kernel = Kernel(key.label, key.op_type, key.provider, trace.typical(key), launches)
-        kernels.append(
-            owned(kernel, (works[node] for node in nodes[key] if node in works), tagged.calls)
-        )
+        kernel_works = [works[node] for node in nodes[key] if node in works]
+        kernels.append(owned(kernel, kernel_works, tagged.calls))
     return tuple(kernels)
 
 
 def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[ir.Node]]:
-    """Return the nodes that may be the kernel's; more than one only if equal names are ambiguous."""
+    """Kernel → the nodes that it may be; more than one only if equal names are ambiguous."""
     groups: defaultdict[tuple[tuple[KernelKey, ...], str, str], list[KernelKey]] = defaultdict(list)
     nodes_of_kernel: dict[KernelKey, list[ir.Node]] = {}
     named: dict[ir.Graph, dict[tuple[str, str], list[ir.Node]]] = {}
     for key in keys:
         unnamed = key.label == f"{key.op_type}_{key.index}"
         groups[key.holders, "" if unnamed else key.label, key.op_type].append(key)
-    # Outer graphs first: which subgraph a kernel lies in is known by the node that holds it.
+    # Outer graphs first: the subgraph of a kernel is found through the node that holds it.
     for (holders, label, op_type), members in sorted(
         groups.items(), key=lambda group: len(group[0][0])
     ):
@@ -221,25 +228,22 @@ def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[i
         if holders:
             holding = nodes_of_kernel.get(holders[-1], ())
             graphs = [body for node in holding for body in subgraphs(node)]
+        names = [label] if label else ["", *(member.label for member in members)]
+        candidates: list[ir.Node] = []
         for graph in graphs:
             if graph not in named:
                 named[graph] = _by_name(graph)
-        names = [label] if label else ["", *(member.label for member in members)]
-        named_nodes = [
-            node
-            for graph in graphs
-            for name in names
-            for node in named[graph].get((name, op_type), ())
-        ]
-        # A graph runs in the order in which it is written down.
-        alike = len(named_nodes) == len(members)
-        nodes_of_kernel.update(
-            {key: [named_nodes[k]] if alike else named_nodes for k, key in enumerate(members)}
-        )
+            for name in names:
+                candidates.extend(named[graph].get((name, op_type), ()))
+        # A graph runs in the order of its nodes: as many nodes as kernels are the same ones.
+        is_unambiguous = len(candidates) == len(members)
+        for index, key in enumerate(members):
+            nodes_of_kernel[key] = [candidates[index]] if is_unambiguous else candidates
     return nodes_of_kernel
 
 
 def _by_name(graph: ir.Graph) -> dict[tuple[str, str], list[ir.Node]]:
+    """Name and operator → nodes of a graph, without its subgraphs."""
     nodes_by_name: defaultdict[tuple[str, str], list[ir.Node]] = defaultdict(list)
     for node in graph:
         nodes_by_name[node.name or "", node.op_type].append(node)

@@ -49,19 +49,19 @@ def profile_command(
     warmup: Annotated[int, count_option("Runs before those.", 0)] = 3,
     provider: ProviderOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads within an operator.")] = None,
-    optimization: Annotated[_Level, "What ONNX Runtime optimises when it loads."] = "all",
+    optimization: Annotated[_Level, "Optimizations of ONNX Runtime at load time."] = "all",
     memory: Annotated[bool, "Measure memory too, beside the estimate of cost."] = False,
     timing: Annotated[
         Literal["auto", "kernels", "modules"],
-        "What is timed on a device that queues kernels; modules: each one alone.",
+        "Kind of times on a device that queues kernels; modules: each one alone.",
     ] = "auto",
     engine: Annotated[
-        str, "What runs the model: an engine that another package adds, too."
+        str, "The engine that runs the model; also one of another package."
     ] = _OWN_ENGINE,
     measured: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Run nothing, and read files in which the engine wrote what it measured; repeat it for each."
+            help="Run nothing; read a file with measurements of the engine. May be repeated."
         ),
     ] = None,
     budget: Annotated[
@@ -80,7 +80,8 @@ def profile_command(
 ) -> None:
     """Measure the latency of every module.
 
-    In ONNX Runtime, or in another engine. Exit status 1 where a module is over its budget.
+    The engine is ONNX Runtime or one of another package. Exit status 1 if a module exceeds its
+    budget.
     """
     from htp_export.capabilities.profile.drawing import render_profile
     from htp_export.capabilities.profile.latency import profile
@@ -90,9 +91,9 @@ def profile_command(
     if threads is not None:
         check_whole(f"--threads, on {os.cpu_count()} cores:", threads, 1, most_threads())
     budgets = typed_pairs(budget or (), "--budget", "SELECTOR=LIMIT")
-    if budgets:  # wrong ones are refused before anything is measured
+    if budgets:  # invalid ones are refused before the measurement
         budgets_by_module(budgets, load(file).hierarchy.classes)
-    # it warns of options that are set again
+    # ONNX Runtime warns of options that are set again.
     with Steps(quiet=as_json).step(f"profiling {file}"), quiet_runtime():
         result = profile(
             file,
@@ -111,31 +112,27 @@ def profile_command(
         result, as_json, lambda: render_profile(result, sort=sort, depth=depth, fold=fold), **facts
     )
     if over:
-        rows = {
-            path or "(root)": (result.modules[path].total_ms, limit) for path, limit in over.items()
-        }
-        raise CheckFailed(
-            "over budget: "
-            + ", ".join(
-                f"{name} takes {ms:.3f} of {limit:.3f} ms" for name, (ms, limit) in rows.items()
-            )
-        )
+        texts = []
+        for path, limit in over.items():
+            ms = result.modules[path].total_ms
+            texts.append(f"{path or '(root)'} takes {ms:.3f} of {limit:.3f} ms")
+        raise CheckFailed(f"over budget: {', '.join(texts)}")
 
 
 def _options(
     engine: str, provider: list[str] | None, threads: int | None, level: _Level
 ) -> dict[str, Any]:
-    """The options of the engine; those of ONNX Runtime that were given for another are refused by ``profile``."""
+    """The options of the engine; ``profile`` refuses ONNX Runtime's for another engine."""
     if engine != _OWN_ENGINE:
-        given: dict[str, Any] = {"providers": provider} if provider else {}
+        options: dict[str, Any] = {"providers": provider} if provider else {}
         if level != "all":
-            given["session_options"] = _session_options(None, level)
+            options["session_options"] = _session_options(None, level)
         if threads is not None:
             option = getattr(plug_in("profile", engine), "THREADS", "")
             if not option:
                 raise InputError(f"--threads: the engine {engine} has no such option")
-            given["engine_options"] = {option: threads}
-        return given
+            options["engine_options"] = {option: threads}
+        return options
     return {
         "providers": read_providers(provider),
         "session_options": _session_options(threads, level),

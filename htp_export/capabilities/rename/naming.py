@@ -1,4 +1,4 @@
-"""`rename`: names of nodes and tensors that say where in the module tree they belong."""
+"""`rename`: names of nodes and tensors that show their place in the module tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from htp_export.model.tensor_names import Renamed, check_style, check_tags, give
 from htp_export.reporting.columns import Column
 from htp_export.reporting.result import Table
 
-_MOST_LINES = 40  # a screen
+_MOST_LINES = 40  # rows in text, which should fit on a screen
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Named(HoldsModel, Renamed):
     Attributes:
         model: The model.
         style: The style of the names.
-        nodes: Old name → new name of each node whose name changed. Nodes without a name are left
-            out; of several with one name, the first in the graph counts.
-        tensors: The same of tensors, those in subgraphs too.
-        nodes_total: How many nodes there are.
-        tensors_total: How many tensors there are.
+        nodes: Old name → new name of each node whose name changed. Nodes without a name are
+            omitted; of several with one name, the first in the graph counts.
+        tensors: The same for tensors, also in subgraphs.
+        nodes_total: Number of nodes.
+        tensors_total: Number of tensors.
     """
 
     model: ir.Model = field(repr=False, kw_only=True)
@@ -42,25 +42,26 @@ class Named(HoldsModel, Renamed):
 
     @property
     def summary(self) -> str:
-        """How many names changed."""
+        """The numbers of changed names, in one line."""
         nodes = f"{len(self.nodes)} of {self.nodes_total} nodes"
         return f"renamed {nodes} and {len(self.tensors)} of {self.tensors_total} tensors (style {self.style!r})"
 
     def table(self) -> Table | None:
-        """The first names that changed."""
-        rows, more = list(self.nodes.items())[:_MOST_LINES], len(self.nodes) - _MOST_LINES
-        return (
-            (NAME_COLUMNS, [*rows, *([(f"… and {more} more", "")] if more > 0 else [])])
-            if rows
-            else None
-        )
+        """The first changed names, one row each."""
+        rows = list(self.nodes.items())[:_MOST_LINES]
+        if not rows:
+            return None
+        more = len(self.nodes) - _MOST_LINES
+        if more > 0:
+            rows.append((f"… and {more} more", ""))
+        return NAME_COLUMNS, rows
 
 
 NAME_COLUMNS: tuple[Column[tuple[str, str]], ...] = (
     Column("before", "node before", lambda item: item[0], right=False),
     Column("after", "node after", lambda item: item[1], style="cyan", right=False),
 )
-"""What is known of each node whose name changed."""
+"""The columns of changed node names."""
 
 
 @names_model_faults("model")
@@ -71,20 +72,20 @@ def rename(
     style: str = "path",
     share_weights: bool = False,
 ) -> Named:
-    """Give nodes and tensors names that are made of module paths: ``/encoder/layer.0/attention/self/query/MatMul``.
+    """Name nodes and tensors after module paths: ``/encoder/layer.0/attention/self/query/MatMul``.
 
     Other tools keep and show names, and select nodes by them. The names are unique, and depend only
-    on tags and on the graph: the same model has the same names, whatever they were before. Inputs
-    and outputs of the model and parameters keep their names. Nothing else changes; tags, signatures
-    and the rest of the metadata use the new names. See ``docs/rename.md``.
+    on tags and on the graph: they are the same for the same model, independent of its old names.
+    Inputs and outputs of the model and parameters keep their names. Nothing else changes; tags,
+    signatures and the rest of the metadata use the new names. See ``docs/rename.md``.
 
     Thread-safe, also for calls on the same model.
 
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
-            not changed. It needs tags of htp_export; weights are not read.
+            not changed. It needs tags of htp_export; weights are not loaded.
         output: The file to write.
-        style: The style of the names; there is ``"path"``.
+        style: The style of the names; only ``"path"`` exists.
         share_weights: As for `htp_export.tap`.
 
     Returns:
@@ -111,10 +112,11 @@ def rename(
     tagged = load(model)
     check_tags(tagged)
     bodies = {key for key in tagged.model.functions if key[0] == DOMAIN}
-    calls = (node for node in all_nodes(tagged.model) if node.op_identifier() in bodies)
-    nested = dict.fromkeys(
-        f"re:{re.escape(owner)}" for node in calls for owner in tagged.owners_of(node)
-    )
+    # Functions of modules are written again after their nodes were renamed.
+    nested: dict[str, None] = {}
+    for node in all_nodes(tagged.model):
+        if node.op_identifier() in bodies:
+            nested.update((f"re:{re.escape(owner)}", None) for owner in tagged.owners_of(node))
     work = dissolved(tagged) if nested else tagged.clone()
     renamed = give_path_names(work)
     named = functions(work.model, [*nested]).model if nested else work.model

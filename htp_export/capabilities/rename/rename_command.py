@@ -15,7 +15,7 @@ PLACE = ("Deploy", 1)
 def rename_command(
     file: FileArgument,
     output: OutputOption,
-    style: Annotated[str, "How nodes and tensors are named; there is 'path'."] = "path",
+    style: Annotated[str, "The style of the names; only 'path' exists."] = "path",
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -1,1 +1,1 @@
-"""`tap`, `untap` and `steer`: any tensor of a module as an output of the file, and vectors added to such tensors."""
+"""`tap`, `untap`, `steer`: tensors of modules as outputs of a file, and vectors added to them."""

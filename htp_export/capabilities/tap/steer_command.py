@@ -29,7 +29,7 @@ def steer_command(
 ) -> None:
     """Add vectors, as optional inputs, to tensors of modules.
 
-    A run that does not give one adds zero.
+    A run without a vector adds zero.
     """
     from htp_export.capabilities.tap.steering import steer
 

@@ -1,4 +1,4 @@
-"""`steer`: vectors that a run may add to inputs and outputs of modules."""
+"""`steer`: optional vectors that are added to inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def steer(
     *,
     share_weights: bool = False,
 ) -> Tapped:
-    """Add a vector, an optional input of the file, to inputs and outputs of modules, as a hook in PyTorch would.
+    """Add a vector, an optional input of the file, to inputs and outputs of modules, like a hook.
 
-    The vector has the size of the tensor's last axis, and is added to all its rows. A run that does
-    not give it adds zero. A vector at ``PATH:out`` is what a forward hook of the module adds: what
-    reads its result reads the sum. One at ``PATH:in`` is what a forward pre-hook adds: the module
-    and what is inside of it read the sum, others do not. The sum is computed by the module. See
+    The vector has the size of the tensor's last axis, and is added to all its rows. Its default is
+    zero. A vector at ``PATH:out`` acts like a forward hook of the module: all consumers of its
+    result use the sum. One at ``PATH:in`` acts like a forward pre-hook: the module and its
+    descendants use the sum, other consumers do not. The addition belongs to the module. See
     ``docs/taps.md``.
 
     Thread-safe, also for calls on the same model.
@@ -52,9 +52,9 @@ def steer(
         The model, and its new inputs.
 
     Raises:
-        SelectorError: A place cannot be read, or matches no module, call or tensor.
+        SelectorError: A place is invalid, or matches no module, call or tensor.
         InputError: The file has no such tensor; it is not of floating point; its last size is open;
-            or it cannot be told apart from another one, and the message says which.
+            or it is the same as another tensor, which the message names.
         UntaggedModelError: The model has no tags of htp_export.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -71,106 +71,122 @@ def steer(
     with Edit(tagged) as edit:
         steering = _Steering(edit)
         added = [steering.add(name, tensors) for name, tensors in wanted.items()]
-    said = f"{many(len(added), 'optional input')} added; without them, the model computes what it did before"
-    return written(tagged, added, said, output, share_weights=share_weights)
+    summary = f"{many(len(added), 'optional input')} added; without them, the model computes what it did before"
+    return written(tagged, added, summary, output, share_weights=share_weights)
 
 
 class _Steering:
     """Adds vectors to tensors of a model, in place."""
 
     def __init__(self, edit: Edit) -> None:
-        self._edit, self._tagged = edit, edit.tagged
+        self._edit = edit
+        self._tagged = edit.tagged
         self._values = dict(edit.tagged.values)
 
     def add(self, name: str, tensors: Sequence[ModuleTensor]) -> TappedTensor:
-        known = [
-            self._tagged.inferred.described(value) for tensor in tensors for value in tensor.values
-        ]
-        kinds = {(value.dtype, value.shape[-1] if value.shape else None) for value in known}
+        """Add an input and its additions to the tensors."""
+        described = []
+        for tensor in tensors:
+            described += [self._tagged.inferred.described(value) for value in tensor.values]
+        kinds = {(value.dtype, value.shape[-1] if value.shape else None) for value in described}
         [(dtype, size)] = kinds if len(kinds) == 1 else [(None, None)]
         if not isinstance(size, int) or dtype is None or not dtype.is_floating_point():
-            listed = ", ".join(f"{value.name!r} is {type_and_shape(value)}" for value in known)
+            listed = ", ".join(f"{value.name!r} is {type_and_shape(value)}" for value in described)
             raise InputError(
                 f"{name!r}: a vector needs floating-point tensors of one type and last size; {listed}"
             )
         check_elements(name, [size])
-        vector = add_zeros_input(
-            self._edit.graph, self._edit.names.tensors.unused(name), dtype, [size]
-        )
+        unused = self._edit.names.tensors.unused(name)
+        vector = add_zeros_input(self._edit.graph, unused, dtype, [size])
         for tensor in tensors:
             self._add_at(tensor, Instance(tensor.path, tensor.call or 0), vector)
         return TappedTensor.of(vector, tensors)
 
     def _add_at(self, tensor: ModuleTensor, call: Instance, vector: ir.Value) -> None:
+        """Add a vector to one tensor, for the consumers that its place determines."""
         value = self._value(tensor, call)
         enters = tensor.side == IN
         inside = {use: self._is_inside(use.node, call, tensor) for use in value.uses()}
-        readers = [(use.node, use.idx) for use, is_inside in inside.items() if is_inside == enters]
-        made_by = self._tagged.calls.caller(call) if enters else call
-        node = self._edit.node("Add", [value, vector], made_by or ROOT, f"{tensor.place}.steer")
+        consumers = [
+            (use.node, use.idx) for use, is_inside in inside.items() if is_inside == enters
+        ]
+        owner = self._tagged.calls.caller(call) if enters else call
+        node = self._edit.node("Add", [value, vector], owner or ROOT, f"{tensor.place}.steer")
         insert_behind(self._edit.graph, value, node)
-        result, old = node.outputs[0], str(value.name)
+        result = node.outputs[0]
+        old = str(value.name)
         if enters:
-            for reader, at in readers:
-                reader.replace_input_with(at, result)
+            for consumer, index in consumers:
+                consumer.replace_input_with(index, result)
             result.name = new = self._edit.names.tensors.unused(f"{old}.steered")
-            result.type, result.shape = value.type, value.shape
+            result.type = value.type
+            result.shape = value.shape
         else:
-            self._edit.replace_uses(value, result, readers, rest=f"{old}.base")
+            self._edit.replace_uses(value, result, consumers, rest=f"{old}.base")
             new = str(value.name)
         self._rename(call, old, new, itself=enters and bool(call.path))
-        self._values.update({str(each.name): each for each in (value, result)})
+        for changed in (value, result):
+            self._values[str(changed.name)] = changed
 
     def _value(self, tensor: ModuleTensor, call: Instance) -> ir.Value:
-        """The tensor as it is now, which is certain to be that of this place alone."""
+        """The current tensor of a place.
+
+        Raises:
+            InputError: The file has the same tensor for another place, too, or no signature of the
+                call.
+        """
         if call.call >= len(self._edit.signatures.get(call.path, ())):
-            why = "the file has no signature of this call: it runs in a branch or a loop body, or a library exported it"
-            raise InputError(f"{tensor.place}: a vector cannot be added: {why}")
+            problem = (
+                "the file has no signature of this call: it runs in a branch or a loop body, "
+                "or a library exported it"
+            )
+            raise InputError(f"{tensor.place}: a vector cannot be added: {problem}")
         signature = self._edit.signatures[call.path][call.call]
-        name = (
-            signature.inputs[tensor.name]
-            if tensor.side == IN
-            else signature.outputs[int(tensor.name)]
-        )
-        sides = ((IN, signature.inputs.items()), (OUT, enumerate(signature.outputs)))
-        places = [
-            (side, str(key)) for side, listed in sides for key, each in listed if each == name
+        if tensor.side == IN:
+            name = signature.inputs[tensor.name]
+        else:
+            name = signature.outputs[int(tensor.name)]
+        places = [(IN, key) for key, other in signature.inputs.items() if other == name]
+        places += [
+            (OUT, str(index)) for index, other in enumerate(signature.outputs) if other == name
         ]
-        same = [
-            f":{side}[{key}]" for side, key in places if (side, key) != (tensor.side, tensor.name)
-        ]
+        own = (tensor.side, tensor.name)
+        same = [f":{side}[{key}]" for side, key in places if (side, key) != own]
         if tensor.side == OUT:
             same += [f"{path}:out" for path in self._merged_with(call, str(name))]
-        if same and not (tensor.side == IN and not call.path):
+        is_model_input = tensor.side == IN and not call.path
+        if same and not is_model_input:
             raise InputError(
-                f"{tensor.place}: the file has the same tensor for {', '.join(same)}, and cannot add to one alone; "
-                "choose a place where it is another"
+                f"{tensor.place}: the file has the same tensor for {', '.join(same)}, and cannot add to only one; "
+                "choose a place with a tensor of its own"
             )
         return self._values[str(name)]
 
     def _merged_with(self, call: Instance, name: str) -> list[str]:
-        """The modules outside of a call, and not around it, that made the same tensor: equal work, merged into one."""
-        around, found = self._tagged.calls.chain(call), []
+        """The modules, outside the call and its callers, with an equal result that was merged."""
+        around = self._tagged.calls.chain(call)
+        merged = []
         for path, signatures in self._edit.signatures.items():
             for number, signature in enumerate(signatures):
                 other = Instance(path, number)
                 related = other in around or call in self._tagged.calls.chain(other)
                 if name in signature.given and name not in signature.taken and not related:
-                    found.append(path)
-        return found
+                    merged.append(path)
+        return merged
 
     def _is_inside(self, node: ir.Node, call: Instance, tensor: ModuleTensor) -> bool:
+        """Whether a consumer runs inside a call; an `InputError` if only a part of it does."""
         parts = [call in part.running for part in self._tagged.work_of(node).parts]
         if any(parts) and not all(parts):
             owners = ", ".join(repr(owner) for owner in self._tagged.owners_of(node))
             raise InputError(
-                f"{tensor.place}: one {node.op_type} reads it for {owners} together; "
+                f"{tensor.place}: one {node.op_type} uses it for {owners} together; "
                 "steer the file before it is optimised"
             )
         return bool(parts) and all(parts)
 
     def _rename(self, call: Instance, old: str, new: str, *, itself: bool) -> None:
-        """Write that what ran inside a call took and gave a tensor of another name; the call itself took it, too."""
+        """Rename a tensor in signatures of calls inside a call, and with ``itself`` in its own."""
         for path, signatures in self._edit.signatures.items():
             for number, signature in enumerate(signatures):
                 other = Instance(path, number)

@@ -41,7 +41,7 @@ def tap_command(
 ) -> None:
     """Make tensors of modules outputs of the file.
 
-    Nothing else of it changes.
+    Nothing else in the file changes.
     """
     from htp_export.capabilities.tap.tapping import tap, untap
 

@@ -31,11 +31,11 @@ Places: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 @dataclass(frozen=True)
 class TappedTensor:
-    """An output that was added, or an input.
+    """An added output, or an added input.
 
     Attributes:
         name: Its name.
-        places: The tensors of modules that it gives, or that it is added to, as selectors.
+        places: The tensors of modules that it returns, or that it is added to, as selectors.
         kind: Its type and shape: ``"FLOAT[batch,16]"``.
     """
 
@@ -45,7 +45,7 @@ class TappedTensor:
 
     @classmethod
     def of(cls, value: ir.Value, places: Sequence[ModuleTensor]) -> TappedTensor:
-        """The same of a value of the graph."""
+        """The entry of a value of the graph."""
         return cls(str(value.name), tuple(place.place for place in places), type_and_shape(value))
 
 
@@ -61,8 +61,8 @@ class Tapped(TaggedResult):
     """The result of `tap`, `untap` and `steer`.
 
     Attributes:
-        tensors: The outputs or inputs that were added, or removed.
-        said: What was done, in one line.
+        tensors: The added or removed outputs or inputs.
+        said: The change, in one line.
         model: The model.
         file: The file that was written; None if there is none.
     """
@@ -74,11 +74,12 @@ class Tapped(TaggedResult):
 
     @property
     def summary(self) -> str:
-        """What was done, in one line."""
-        return self.said + (f" -> {self.file}" if self.file else "")
+        """The change, in one line."""
+        where = f" -> {self.file}" if self.file else ""
+        return f"{self.said}{where}"
 
     def table(self) -> Table | None:
-        """The outputs or inputs, a line each."""
+        """The outputs or inputs, one row each."""
         return (TAP_COLUMNS, self.tensors) if self.tensors else None
 
 
@@ -91,12 +92,12 @@ def tap(
     concat: int | None = None,
     share_weights: bool = False,
 ) -> Tapped:
-    """Make inputs and outputs of modules outputs of the file; nothing else of it changes.
+    """Make inputs and outputs of modules outputs of the file; nothing else in it changes.
 
-    A place is ``PATH:in`` or ``PATH:out``: what the module's call took or gave in PyTorch, exactly,
-    as the export wrote it down. ``PATH`` is a selector; ``PATH:in[hidden_states]`` and
-    ``PATH:out[1]`` name an argument of ``forward`` and a position among its results, without which
-    it is the first; ``PATH#2:out`` is the third call, without which each call has an output. See
+    A place is ``PATH:in`` or ``PATH:out``: exactly the argument or result of the module's call in
+    PyTorch, as the export recorded it. ``PATH`` is a selector. ``PATH:in[hidden_states]`` and
+    ``PATH:out[1]`` name an argument of ``forward`` and a position among its results; the default is
+    the first. ``PATH#2:out`` is the third call; by default, each call has an output. See
     ``docs/taps.md``.
 
     Thread-safe, also for calls on the same model.
@@ -104,20 +105,20 @@ def tap(
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
             not changed.
-        places: Places, for outputs that are called as they are; or name of an output → one place,
+        places: Places, which are also the names of their outputs; or name of an output → one place,
             or with ``concat`` several.
         output: The file to write.
-        concat: The axis along which the tensors of a name are put together.
+        concat: The axis along which the tensors of a name are concatenated.
         share_weights: Leave external weights in the data file of another model in the folder of
-            ``output``, and write no copy. If that file changes, ``output`` cannot be read any more.
+            ``output``, and write no copy. If that file changes, ``output`` becomes unreadable.
 
     Returns:
         The model, and its new outputs.
 
     Raises:
-        SelectorError: A place cannot be read, or matches no module, call or tensor.
-        InputError: The file has no such tensor, and the message says which module took it and what
-            to do; a name is there already; or tensors cannot be put together.
+        SelectorError: A place is invalid, or matches no module, call or tensor.
+        InputError: The file has no such tensor, and the message names its module and a solution; a
+            name is already used; or tensors cannot be concatenated.
         UntaggedModelError: The model has no tags of htp_export.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -135,23 +136,27 @@ def tap(
     tagged = read_for_change(model)
     wanted = named_places(tagged, places)
     _check_joins(wanted, given=isinstance(places, Mapping), joins=concat is not None)
-    taps, added = dict(tagged.taps), list[TappedTensor]()
+    taps = dict(tagged.taps)
+    added = list[TappedTensor]()
     with Edit(tagged) as edit:
-        sources = {
-            name: [_source(edit, tensor) for tensor in listed] for name, listed in wanted.items()
-        }
-        for name, listed in wanted.items():
+        # All tensors are lifted before outputs are added.
+        sources = {}
+        for name, tensors in wanted.items():
+            sources[name] = [_source(edit, tensor) for tensor in tensors]
+        for name, tensors in wanted.items():
             values = [value for value, _ in sources[name]]
             if len(values) == 1:
                 result = add_output(edit, values[0], name, _typed(tagged, values[0]))
             else:
                 result = _concatenated(edit, name, values, concat or 0)
-            lifted = [name_of_lifted for _, made in sources[name] for name_of_lifted in made]
-            taps[name] = Tap(tuple(tensor.place for tensor in listed), (name, *lifted))
-            added.append(TappedTensor.of(result, listed))
+            created = [name]
+            for _, lifted in sources[name]:
+                created.extend(lifted)
+            taps[name] = Tap(tuple(tensor.place for tensor in tensors), tuple(created))
+            added.append(TappedTensor.of(result, tensors))
     write_taps(tagged.model.metadata_props, taps)
-    said = f"{many(len(added), 'output')} added"
-    return written(tagged, added, said, output, share_weights=share_weights)
+    summary = f"{many(len(added), 'output')} added"
+    return written(tagged, added, summary, output, share_weights=share_weights)
 
 
 @names_model_faults("model")
@@ -162,7 +167,7 @@ def untap(
     *,
     share_weights: bool = False,
 ) -> Tapped:
-    """Remove outputs that `tap` added, and the nodes that only they need: the graph is what it was before.
+    """Remove outputs of `tap`, and the nodes that only they need: the graph is as it was before.
 
     Thread-safe, also for calls on the same model.
 
@@ -176,7 +181,7 @@ def untap(
         The model, and the outputs that were removed.
 
     Raises:
-        InputError: An output is no tap, or there is none.
+        InputError: An output is not a tap, or there are no taps.
         FileError: A file cannot be read or written; existing files are unchanged.
 
     Examples:
@@ -189,32 +194,44 @@ def untap(
     check_target(output)
     tagged = read_for_change(model)
     taps = dict(tagged.taps)
-    gone = list(taps) if names is None else [names] if isinstance(names, str) else list(names)
-    if unknown := [name for name in gone if name not in taps]:
-        listed = ", ".join(map(repr, taps)) or "none"
-        raise InputError(f"output {unknown[0]!r} is no tap of the model; it has {listed}")
-    if not gone:
-        raise InputError("the model has no taps")
+    names = _existing_taps(taps, names)
     values = {value.name: value for value in tagged.model.graph.outputs}
-    removed = [TappedTensor(name, taps[name].places, type_and_shape(values[name])) for name in gone]
-    kept = {name for other, tap in taps.items() if other not in gone for name in tap.made}
-    remove_outputs(
-        tagged.model, gone, [name for each in gone for name in taps[each].made if name not in kept]
-    )
-    write_taps(
-        tagged.model.metadata_props, {name: tap for name, tap in taps.items() if name not in gone}
-    )
-    said = f"{many(len(removed), 'output')} removed"
-    return written(tagged, removed, said, output, share_weights=share_weights)
+    removed = [
+        TappedTensor(name, taps[name].places, type_and_shape(values[name])) for name in names
+    ]
+    kept = {name: tap for name, tap in taps.items() if name not in names}
+    still_needed = set[str]().union(*(tap.made for tap in kept.values()))
+    removable = []
+    for name in names:
+        removable += [created for created in taps[name].made if created not in still_needed]
+    remove_outputs(tagged.model, names, removable)
+    write_taps(tagged.model.metadata_props, kept)
+    summary = f"{many(len(removed), 'output')} removed"
+    return written(tagged, removed, summary, output, share_weights=share_weights)
+
+
+def _existing_taps(taps: Mapping[str, Tap], names: str | Sequence[str] | None) -> list[str]:
+    """The names as a list, all taps by default; raises an `InputError` if one is not a tap."""
+    if names is None:
+        names = list(taps)
+    elif isinstance(names, str):
+        names = [names]
+    for name in names:
+        if name not in taps:
+            listed = ", ".join(map(repr, taps)) or "none"
+            raise InputError(f"output {name!r} is no tap of the model; it has {listed}")
+    if not names:
+        raise InputError("the model has no taps")
+    return list(names)
 
 
 def named_places(
     tagged: TaggedModel, places: Places, suffix: str = ""
 ) -> dict[str, list[ModuleTensor]]:
-    """Name → the tensors of its places; a name that was not given is the place itself, and the suffix.
+    """Name → the tensors of its places; the default name is the place with the suffix.
 
     Raises:
-        InputError: If there is none, or a name is that of another tensor.
+        InputError: There is no place, or a name is already used.
     """
     if isinstance(places, Mapping):
         wanted = {str(name): tagged.select_tensors(selector) for name, selector in places.items()}
@@ -231,9 +248,9 @@ def named_places(
 
 
 def _check_joins(wanted: Mapping[str, Sequence[ModuleTensor]], *, given: bool, joins: bool) -> None:
-    """Several tensors have one name if, and only if, they are to be put together."""
+    """Raise an `InputError` unless several tensors of one name are concatenated, and only then."""
     if joins and not given:
-        raise InputError("concat puts the tensors of a name together; give name → places")
+        raise InputError("concat joins the tensors of a name; give a mapping from names to places")
     for name, tensors in wanted.items():
         if len(tensors) > 1 and not joins:
             listed = ", ".join(tensor.place for tensor in tensors[:3])
@@ -243,7 +260,7 @@ def _check_joins(wanted: Mapping[str, Sequence[ModuleTensor]], *, given: bool, j
 
 
 def _source(edit: Edit, tensor: ModuleTensor) -> tuple[ir.Value, list[str]]:
-    """The tensor in the main graph, and the names of those that bring it there."""
+    """The tensor in the main graph, and the names of the tensors that bring it there."""
     try:
         return lift(edit, tensor.values, tensor.place)
     except InputError as error:
@@ -251,37 +268,34 @@ def _source(edit: Edit, tensor: ModuleTensor) -> tuple[ir.Value, list[str]]:
 
 
 def _typed(tagged: TaggedModel, value: ir.Value) -> ir.Value:
-    known = (
-        value
-        if value.dtype is not None and value.shape is not None
-        else tagged.inferred.described(value)
-    )
-    if known.dtype is None:
+    """The value with its type and shape, inferred if the file does not state them."""
+    is_typed = value.dtype is not None and value.shape is not None
+    typed = value if is_typed else tagged.inferred.described(value)
+    if typed.dtype is None:
         raise InputError(f"the type of tensor {value.name!r} is not known")
-    return known
+    return typed
 
 
 def _concatenated(edit: Edit, name: str, values: Sequence[ir.Value], axis: int) -> ir.Value:
-    """The tensors joined along one of their axes, by a node of the root: it belongs to no module."""
+    """Concatenate tensors along an axis, by a node of the root: the result belongs to no module."""
     tagged = edit.tagged
     typed = [_typed(tagged, value) for value in values]
     kinds = ", ".join(f"{value.name}: {type_and_shape(value)}" for value in typed)
     shapes = [value.shape for value in typed if value.shape is not None]
-    if (
-        len({len(shape) for shape in shapes}) != 1
-        or len(shapes) < len(typed)
-        or len({v.dtype for v in typed}) > 1
-    ):
+    ranks = {len(shape) for shape in shapes}
+    dtypes = {value.dtype for value in typed}
+    if len(ranks) != 1 or len(shapes) < len(typed) or len(dtypes) > 1:
         raise InputError(
-            f"{name!r}: tensors of different type or rank cannot be put together: {kinds}"
+            f"{name!r}: tensors of different type or rank cannot be concatenated: {kinds}"
         )
     rank = len(shapes[0])
     if not -rank <= axis < rank:
         raise InputError(f"concat {axis}: the tensors of {name!r} have {rank} axes ({kinds})")
-    for place, sizes in enumerate(zip(*shapes, strict=True)):
-        if place != axis % rank and len({size for size in sizes if isinstance(size, int)}) > 1:
+    for index, sizes in enumerate(zip(*shapes, strict=True)):
+        known_sizes = {size for size in sizes if isinstance(size, int)}
+        if index != axis % rank and len(known_sizes) > 1:
             raise InputError(
-                f"{name!r}: tensors differ in axis {place} too, and cannot be put together: {kinds}"
+                f"{name!r}: tensors differ in axis {index} too, and cannot be concatenated: {kinds}"
             )
     result = ir.Value(name=name, type=typed[0].type)
     node = edit.node("Concat", values, ROOT, name, {"axis": axis}, outputs=[result])
@@ -295,12 +309,12 @@ def _concatenated(edit: Edit, name: str, values: Sequence[ir.Value], axis: int) 
 def written(
     tagged: TaggedModel,
     tensors: Sequence[TappedTensor],
-    said: str,
+    summary: str,
     output: str | os.PathLike[str] | None,
     *,
     share_weights: bool,
 ) -> Tapped:
-    """The changed model with its tensors, which is written if there is an output."""
+    """Write the changed model to ``output``, if any, and return it with the changed tensors."""
     from htp_export.alignment.origin_map import embed_map
 
     model = tagged.model
@@ -308,4 +322,4 @@ def written(
         model = embed_map(model)
     if output is not None:
         write_model(model, output, share_weights=share_weights)
-    return Tapped(tuple(tensors), said, model, None if output is None else Path(output))
+    return Tapped(tuple(tensors), summary, model, None if output is None else Path(output))

@@ -1,4 +1,4 @@
-"""The modules, nodes and tags of a model as plain data, for drawing."""
+"""Modules, nodes and tags of a model as plain data, for drawings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.reporting.tag_facts import TagFacts
 from htp_export.shapes.operator_kinds import operator_of
 
-_AT_ONCE = 1 << 20  # elements that are converted to float64 at a time
+_AT_ONCE = 1 << 20  # elements that are converted to float64 at a time: 8 MB
 _NOT_NUMBERS = (
     ir.DataType.STRING,
     ir.DataType.COMPLEX64,
@@ -41,10 +41,10 @@ _NOT_NUMBERS = (
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """The values of one tensor.
+    """Statistics of one tensor.
 
-    Mean, standard deviation (of the whole population) and range are those of its finite values; 0
-    where it has none. ``zeros`` and ``not_finite`` (NaN and infinite) are counts.
+    Mean, standard deviation (of the whole population) and range refer to its finite values; 0 if
+    there are none. ``zeros`` and ``not_finite`` (NaN and infinite) are counts.
     """
 
     elements: int
@@ -59,19 +59,20 @@ class WeightStatistics:
 def weight_statistics(
     model: ir.Model, constants: Iterable[ir.Value] = ()
 ) -> dict[str, WeightStatistics]:
-    """Stored tensor of numbers → its statistics, of quantized ones as they are stored; every weight is read.
+    """Stored tensor → statistics of its numbers; quantized ones as stored. Reads every weight.
 
-    These are the initializers, and ``constants``: weights that are results of ``Constant`` nodes.
+    The tensors are the initializers, and ``constants``: weights in ``Constant`` nodes.
     """
     statistics: dict[str, WeightStatistics] = {}
     initializers = [value for graph in model.graphs() for value in graph.initializers.values()]
     for value in (*initializers, *constants):
-        name, tensor = str(value.name), stored_tensor(value)
+        name = str(value.name)
+        tensor = stored_tensor(value)
         if tensor is None or tensor.dtype in _NOT_NUMBERS or name in statistics:
             continue
         try:
             statistics[name] = _statistics(tensor)
-        except (OSError, ValueError) as error:  # a data file that is missing, or too short
+        except (OSError, ValueError) as error:  # the data file is missing, or too short
             raise InputError(
                 f"the values of the weight {name!r} cannot be read: {error}"
             ) from error
@@ -79,8 +80,16 @@ def weight_statistics(
 
 
 def _statistics(tensor: ir.TensorProtocol) -> WeightStatistics:
+    """Compute the statistics in parts, so that one part at a time is converted to float64.
+
+    Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", 1979.
+    """
     count, mean, squares = 0, 0.0, 0.0
-    least, most, zeros, not_finite = math.inf, -math.inf, 0, 0
+    least = math.inf
+    most = -math.inf
+    zeros = 0
+    not_finite = 0
     values = tensor.numpy().reshape(-1)
     for start in range(0, values.size, _AT_ONCE):
         part = values[start : start + _AT_ONCE].astype(np.float64)
@@ -88,32 +97,30 @@ def _statistics(tensor: ir.TensorProtocol) -> WeightStatistics:
         not_finite += part.size - finite.size
         if not finite.size:
             continue
-        # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-        # Variances", 1979.
         part_mean = float(finite.mean())
-        away = part_mean - mean
+        difference = part_mean - mean
         total = count + finite.size
-        squares += (
-            float(((finite - part_mean) ** 2).sum()) + away * away * count * finite.size / total
-        )
-        mean += away * finite.size / total
+        part_squares = float(((finite - part_mean) ** 2).sum())
+        squares += part_squares + difference * difference * count * finite.size / total
+        mean += difference * finite.size / total
         count = total
-        least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+        least = min(least, float(finite.min()))
+        most = max(most, float(finite.max()))
         zeros += int(finite.size - np.count_nonzero(finite))
     if not count:
-        least = most = 0.0
-    std = math.sqrt(squares / count) if count else 0.0
+        return WeightStatistics(tensor.size, mean, 0.0, 0.0, 0.0, zeros, not_finite)
+    std = math.sqrt(squares / count)
     return WeightStatistics(tensor.size, mean, std, least, most, zeros, not_finite)
 
 
-_LONGEST = 400  # characters of an attribute or a constant that are kept
-_SMALL = 16  # elements of a tensor whose values are kept
+_LONGEST = 400  # characters of an attribute or a constant: more do not fit beside a node
+_SMALL = 16  # elements of a constant whose values are kept, such as a shape
 
 
 class Link(NamedTuple):
-    """A tensor that a node reads (``""``: one left out), the position of the node that makes it, and its output there.
+    """An input of a node: tensor (``""`` if absent), position of its producer, and output index.
 
-    Inputs of the model and weights have no such node.
+    Inputs of the model and weights have no producer.
     """
 
     tensor: str
@@ -123,7 +130,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor; its type as ``float32[batch, 16, 768]``, and the values of a small constant: ``[1, 12, -1, 64]``."""
+    """A tensor; type as in ``float32[batch, 16, 768]``, value of a small one: ``[1, 12, -1]``."""
 
     name: str
     type: str = ""
@@ -132,10 +139,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """One node, with the tags of its file as written; ``""`` where it does not say.
+    """One node, with the tags in its file; ``""`` if they are absent.
 
-    ``module`` is the owner, or the deepest module above all owners. After ``inputs`` stand the
-    outputs of subgraphs. ``parameters`` counts the elements of the weights that it reads.
+    ``module`` is the owner, or the deepest common ancestor of all owners. ``inputs`` are followed
+    by the outputs of subgraphs. ``parameters`` counts the elements of the weights that it uses.
     """
 
     name: str
@@ -153,12 +160,12 @@ class NodeEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleEntry(ModuleFacts):
-    """One module: ``own_nodes`` are positions in ``Inventory.nodes`` of the nodes that no module below it computes.
+    """One module. ``own_nodes`` are positions in ``Inventory.nodes``, without descendants' nodes.
 
-    ``tied`` maps parameters that an earlier module holds, too, to their full names there;
-    ``counted_parameters`` and ``counted_bytes`` are without them, so that siblings add up.
-    ``source`` are the lines of its ``forward``, ``modeling_bert.py:140-172``; ``failure`` says why
-    it could not be exported.
+    ``tied`` maps parameters that an earlier module owns, too, to their full names there;
+    ``counted_parameters`` and ``counted_bytes`` exclude them, so that siblings add up. ``source``
+    are the lines of its ``forward``, ``modeling_bert.py:140-172``; ``failure`` is the reason why it
+    could not be exported.
     """
 
     own_nodes: tuple[int, ...] = ()
@@ -176,10 +183,10 @@ class ModuleEntry(ModuleFacts):
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model, ready to be drawn: modules in the order of ``named_modules()``, the root alone where there are no tags.
+    """A model for a drawing: modules in the order of ``named_modules()``, or the root alone.
 
-    Nodes of subgraphs stand after the node that holds them. ``called`` are the modules that ran:
-    others are no level.
+    Nodes of subgraphs follow the node that contains them. ``called`` are the modules that ran; only
+    these are layers of a drawing.
     """
 
     name: str
@@ -203,56 +210,60 @@ class Inventory:
 
 
 def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False) -> Inventory:
-    """Everything that a drawing of a model shows; without a name, it has that of the graph.
+    """Collect all data of a drawing; its default name is that of the graph.
 
-    Weights are read only for their statistics. A model without tags is one module, its root, which
-    owns every node.
+    Weights are loaded for statistics only. A model without tags is one module, the root, which owns
+    every node.
     """
     contents = contents_of(tagged).modules
     reader = _Reader(tagged, contents)
     model = tagged.model
+    initializers = [value for graph in model.graphs() for value in graph.initializers.values()]
     return Inventory(
         name=name or model.graph.name or "model",
         tags=tagged.tag_facts,
         modules={path: reader.module(content) for path, content in contents.items()},
         nodes=reader.nodes,
         called=tagged.hierarchy.called,
-        producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
+        producer=" ".join(filter(None, (model.producer_name, model.producer_version))),
         opsets={domain or "ai.onnx": version for domain, version in model.opset_imports.items()},
         external_data=has_external_data(model),
         inputs=reader.tensors(model.graph.inputs),
         outputs=reader.tensors(model.graph.outputs),
-        constants=reader.tensors(
-            [value for graph in model.graphs() for value in graph.initializers.values()]
-        ),
+        constants=reader.tensors(initializers),
         statistics=weight_statistics(model, reader.weights_of_nodes) if statistics else {},
     )
 
 
 class _Reader:
+    """Collects the entries of nodes, modules and tensors of one model."""
+
     def __init__(self, tagged: TaggedModel, contents: Mapping[str, ModuleContents]) -> None:
-        self._tagged, self._tied = tagged, tied_parameters(tagged)
-        self._weights = dict.fromkeys(
-            weight for content in contents.values() for weight in content.own_weights
-        )
+        self._tagged = tagged
+        self._tied = tied_parameters(tagged)
+        self._weights: dict[ir.Value, None] = {}
+        for content in contents.values():
+            self._weights.update(dict.fromkeys(content.own_weights))
         self.weights_of_nodes = [
             weight for weight in self._weights if weight.producer() is not None
         ]
-        self._parameters, self._bytes = Counter[str | None](), Counter[str | None]()
-        for path in sorted(contents, key=len, reverse=True):  # a parent's is shorter
-            facts, above = contents[path].facts, tagged.hierarchy.parent(path)
-            for sums, own in (
-                (self._parameters, facts.self_parameters),
-                (self._bytes, facts.self_weight_bytes),
-            ):
-                sums[path] += own
-                sums[above] += sums[path]
+        self._parameters = Counter[str | None]()
+        self._bytes = Counter[str | None]()
+        # The path of a parent is shorter: children come first.
+        for path in sorted(contents, key=len, reverse=True):
+            facts = contents[path].facts
+            parent = tagged.hierarchy.parent(path)
+            self._parameters[path] += facts.self_parameters
+            self._parameters[parent] += self._parameters[path]
+            self._bytes[path] += facts.self_weight_bytes
+            self._bytes[parent] += self._bytes[path]
         self._place = tagged.index.place
         self.nodes = tuple(map(self._node, tagged.nodes))
         self._operators = tagged.index.counts(operator_of)
         self._reasons = tagged.index.counts(lambda node: self.nodes[self._place[node]].reason)
 
     def module(self, contents: ModuleContents) -> ModuleEntry:
+        """The entry of a module."""
         path = contents.facts.path
         own_places = tuple(self._place[node] for node in contents.own_nodes)
         tagged = self._tagged
@@ -272,7 +283,7 @@ class _Reader:
         )
 
     def tensors(self, values: Sequence[ir.Value]) -> tuple[TensorEntry, ...]:
-        """Tensors with their types, inferred where the file does not say them."""
+        """Tensors with their types, inferred if the file does not state them."""
         return tuple(map(self._tensor, values))
 
     def _tensor(self, value: ir.Value) -> TensorEntry:
@@ -283,6 +294,7 @@ class _Reader:
         return TensorEntry(value.name or "", text, _value_text(value.const_value))
 
     def _node(self, node: ir.Node) -> NodeEntry:
+        """The entry of a node."""
         owners = self._tagged.owners_of(node)
         known = node.metadata_props if self._tagged.source == "htp" else {}
         weights = {value for value in node.inputs if value is not None and value in self._weights}
@@ -295,9 +307,7 @@ class _Reader:
             module=tags.common_ancestor(owners),
             inputs=tuple(self._links(node)),
             outputs=self.tensors(node.outputs),
-            attributes={
-                name: _attribute_text(attribute) for name, attribute in node.attributes.items()
-            },
+            attributes={name: _attribute_text(attr) for name, attr in node.attributes.items()},
             parameters=sum(map(elements_of, weights)),
             source=next(reversed(source_lines(node)), None),
         )
@@ -309,8 +319,9 @@ class _Reader:
             yield from map(self._link, body.outputs)
 
     def _link(self, value: ir.Value) -> Link:
-        """The producer of a tensor; for an input of a subgraph, that of the argument of the node that holds it."""
-        name, seen = value.name or "", {value}
+        """The link to a tensor; for an input of a loop's body, to the argument of the loop."""
+        name = value.name or ""
+        seen = {value}
         while True:
             producer = value.producer()
             if producer is not None:
@@ -328,7 +339,7 @@ class _Reader:
 
 
 def _lines_of_most(nodes: Sequence[NodeEntry]) -> str:
-    """The source file of most of the nodes, with the first and the last line; ``""`` if no node has one."""
+    """The source file of most of the nodes, with first and last line; ``""`` if none has one."""
     lines: dict[str, list[int]] = {}
     for node in nodes:
         if node.source is not None:
@@ -336,15 +347,19 @@ def _lines_of_most(nodes: Sequence[NodeEntry]) -> str:
     if not lines:
         return ""
     file = max(lines, key=lambda name: len(lines[name]))
-    first, last = min(lines[file]), max(lines[file])
-    return f"{file}:{first}" if first == last else f"{file}:{first}-{last}"
+    first = min(lines[file])
+    last = max(lines[file])
+    if first == last:
+        return f"{file}:{first}"
+    return f"{file}:{first}-{last}"
 
 
 def _type_text(value: ir.Value) -> str:
+    """The type as in ``float32[batch, 16, 768]``; ``""`` if it is unknown."""
     if value.type is None and value.const_value is None:
         return ""
     dtype = value.dtype if value.dtype is not None else getattr(value.const_value, "dtype", None)
-    name = dtype_name(dtype) if dtype else str(value.type)  # UNDEFINED is 0
+    name = dtype_name(dtype) if dtype else str(value.type)  # UNDEFINED is 0, and false
     shape = value.shape if value.shape is not None else getattr(value.const_value, "shape", None)
     if shape is None:
         return name
@@ -364,11 +379,13 @@ def _attribute_text(attribute: ir.Attr) -> str:
 
 
 def _value_text(tensor: ir.TensorProtocol | None) -> str:
-    """The values of a small tensor; ``""`` where it is larger, or lies in another file, which is not read."""
+    """The values of a small tensor; ``""`` for a larger one, and for external data."""
     if tensor is None or tensor.size > _SMALL or isinstance(tensor, ir.ExternalTensor):
         return ""
     return _shortened(str(tensor.numpy().tolist()))
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    if len(text) <= _LONGEST:
+        return text
+    return text[: _LONGEST - 1] + "…"

@@ -1,32 +1,33 @@
-"""Numbers by module from any result: columns of a table, sizes and colours of a drawing."""
+"""Numbers by module from any result: columns of tables, sizes and colours of drawings."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from htp_export.capabilities.view.inventory import Inventory
+from htp_export.capabilities.view.inventory import Inventory, NodeEntry
 from htp_export.errors import InputError
 from htp_export.reporting.result import plain
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One number for each module, or one word, such as its precision or its device.
+    """One number for each module; or one word, such as its precision or its device.
 
     Attributes:
         key: Its name in the result: ``total_ms``.
         title: The title of its column: ``time``.
         unit: ``ms``, ``B`` for bytes, or ``""``.
-        additive: Whether a module's value is the sum of its own and those of the modules below it.
-        main: Whether it is shown at first.
-        total: Module path → value, with everything below the module.
+        additive: Whether a module's value is the sum of its own and its children's.
+        main: Whether it is shown by default.
+        total: Module path → value, with all descendants.
         own: Module path → value of the module itself; empty if unknown.
-        nodes: Name of a node → value, if known.
+        nodes: Node name → value, if known.
         words: Module path → text of the result, such as ``differs``.
-        named: Whether the words are its values, and there are no numbers: ``int8``.
+        named: Whether the values are words, such as ``int8``, and there are no numbers.
     """
 
     key: str
@@ -68,13 +69,13 @@ _KINDS = {
         Measure("bytes_after", "bytes after", "B", additive=True, main=True),
     )
 }
-"""What is known of the measures of results, without values."""
+"""The measures of known results, without values."""
 _OWN = {"total_ms": "self_ms"}
-"""What the module itself has, where that is not called ``self_…``."""
+"""Measure → name of the module's own value, if it is not called ``self_…``."""
 _NAMED = ("precision", "device")
-# of nodes that are not counted, these are unknown, and written as 0
+# 0 in the result also for nodes that are not counted, whose work is unknown.
 _WORK = ("macs", "flops", "other_flops")
-# These are in every drawing, or parts of other numbers.
+# Contained in every drawing, or parts of other numbers.
 _KNOWN_ANYWAY = frozenset(
     (
         "path",
@@ -92,10 +93,12 @@ _KNOWN_ANYWAY = frozenset(
 
 
 def measures_of(result: object) -> list[Measure]:
-    """The numbers by module of a result, or of what its command writes with ``--json``; the main ones first.
+    """The numbers by module of a result, or of its JSON; the main ones first.
 
-    A module may have several rows, by name, as each precision of ``sensitivity`` is one. Without
-    ``modules``: `InputError`.
+    A module may have several rows with names, such as one for each precision of ``sensitivity``.
+
+    Raises:
+        InputError: The result has no ``modules``.
     """
     data = plain(result)
     modules = data.get("modules") if isinstance(data, Mapping) else None
@@ -105,44 +108,52 @@ def measures_of(result: object) -> list[Measure]:
             "or the JSON that their commands write"
         )
     rows = {path: row for path, row in modules.items() if isinstance(row, Mapping)}
-    if rows and all(
-        row and all(isinstance(value, Mapping) for value in row.values()) for row in rows.values()
-    ):
-        names = dict.fromkeys(name for row in rows.values() for name in row)
-        measures = [
-            replace(
-                measure, key=f"{measure.key}:{name}", title=f"{measure.title}, {name}", nodes={}
-            )
-            for name in names
-            for measure in _numbered(
-                data, {path: row[name] for path, row in rows.items() if name in row}
-            )
-        ]
+    if rows and all(map(_holds_rows, rows.values())):
+        measures = _measures_by_name(data, rows)
     else:
         measures = [*_named(rows), *_numbered(data, rows)]
     return sorted(measures, key=lambda measure: not measure.main)
 
 
+def _holds_rows(row: Mapping[str, Any]) -> bool:
+    """Whether a row consists of several rows, by name."""
+    return bool(row) and all(isinstance(value, Mapping) for value in row.values())
+
+
+def _measures_by_name(
+    data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]
+) -> list[Measure]:
+    """The measures of modules with several rows, once for each name of a row."""
+    names: dict[str, None] = {}
+    for row in rows.values():
+        names.update(dict.fromkeys(row))
+    measures = []
+    for name in names:
+        rows_of_name = {path: row[name] for path, row in rows.items() if name in row}
+        for measure in _numbered(data, rows_of_name):
+            key = f"{measure.key}:{name}"
+            title = f"{measure.title}, {name}"
+            measures.append(replace(measure, key=key, title=title, nodes={}))
+    return measures
+
+
 def _named(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
+    """The measures whose values are words."""
     for name in _NAMED:
-        words = {
-            path: word
-            for path, row in rows.items()
-            if isinstance(word := row.get(name), str) and word
-        }
+        words = {}
+        for path, row in rows.items():
+            word = row.get(name)
+            if isinstance(word, str) and word:
+                words[path] = word
         if words:
             yield Measure(name, name, main=True, words=words, named=True)
 
 
 def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
+    """The measures whose values are numbers."""
     numbers = {path: dict(_numbers(row)) for path, row in rows.items()}
-    words = {
-        path: ": ".join(
-            str(text) for name in ("status", "problem", "reason") if (text := row.get(name))
-        )
-        for path, row in rows.items()
-    }
-    for name in dict.fromkeys(name for values in numbers.values() for name in values):
+    words = _remarks(rows)
+    for name in dict.fromkeys(itertools.chain.from_iterable(numbers.values())):
         if name not in _KINDS and (name in _KNOWN_ANYWAY or name.startswith(("self_", "own_"))):
             continue
         kind = _KINDS.get(name, Measure(name, name.replace("_", " ")))
@@ -152,59 +163,76 @@ def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) ->
             total={path: values[name] for path, values in numbers.items() if name in values},
             own={path: values[own] for path, values in numbers.items() if own in values},
             nodes=_by_node(data, name),
-            words={path: text for path, text in words.items() if text} if kind.main else {},
+            words=words if kind.main else {},
         )
 
 
+def _remarks(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Module path → status, problem and reason of its row, if there are any."""
+    remarks = {}
+    for path, row in rows.items():
+        texts = [str(row[name]) for name in ("status", "problem", "reason") if row.get(name)]
+        if texts:
+            remarks[path] = ": ".join(texts)
+    return remarks
+
+
 def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of one module; words are passed over, but for numbers that JSON has no sign for."""
+    """The numbers of one module, and words for numbers that JSON cannot express."""
     for name, value in row.items():
-        written = isinstance(value, str) and value.lower() in ("nan", "inf", "-inf")
-        if written or (isinstance(value, int | float) and not isinstance(value, bool)):
+        is_word = isinstance(value, str) and value.lower() in ("nan", "inf", "-inf")
+        if is_word or (isinstance(value, int | float) and not isinstance(value, bool)):
             yield name, float(value)
 
 
 def _by_node(data: Mapping[str, Any], name: str) -> dict[str, float]:
     """Values of single nodes: the nodes of a cost, the kernels of a profile."""
-    entries, field_name = (
-        (data.get("kernels"), "ms") if name == "total_ms" else (data.get("nodes"), name)
-    )
+    if name == "total_ms":
+        entries = data.get("kernels")
+        field_name = "ms"
+    else:
+        entries = data.get("nodes")
+        field_name = name
     values: dict[str, float] = {}
     for entry in entries if isinstance(entries, list) else ():
         if not isinstance(entry, Mapping) or (name in _WORK and entry.get("counted") is False):
             continue
-        key, value = entry.get("name"), entry.get(field_name)
+        key = entry.get("name")
+        value = entry.get(field_name)
         if isinstance(key, str) and key and isinstance(value, int | float) and math.isfinite(value):
             values[key] = values.get(key, 0.0) + value
     return values
 
 
 def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
-    """A value for each node of ``inventory.nodes``, from the values of modules; None where nothing is known.
+    """Distribute the values of modules to ``inventory.nodes``; None for nodes without a value.
 
-    Of a measure that adds up, nodes sum up to what their module has: what the result says of single
-    nodes, and the rest in equal parts. Of any other measure, a node has the value of its owner.
+    Nodes of an additive measure add up to the values of their modules: some have values in the
+    result, and the rest is divided equally. For other measures, a node has the value of its owner.
     """
     if not measure.additive:
-        return [
-            max(
-                (measure.total[owner] for owner in node.owners if owner in measure.total),
-                default=None,
-            )
-            for node in inventory.nodes
-        ]
+        return [_largest_of_owners(measure, node) for node in inventory.nodes]
     known = [measure.nodes.get(node.name) if node.name else None for node in inventory.nodes]
     values = list(known)
     for path, module in inventory.modules.items():
         own_value = measure.own.get(path)
         if own_value is None or not module.own_nodes:
             continue
-        known_sum = sum(
-            (known[k] or 0.0) / max(len(inventory.nodes[k].owners), 1) for k in module.own_nodes
-        )
-        open_nodes = [k for k in module.own_nodes if known[k] is None] or list(module.own_nodes)
-        left = own_value - known_sum
+        open_nodes, shares = [], []
+        for k in module.own_nodes:
+            known_value = known[k]
+            if known_value is None:
+                open_nodes.append(k)
+            else:
+                shares.append(known_value / max(len(inventory.nodes[k].owners), 1))
+        left = own_value - sum(shares)
         if left > 0:
-            for k in open_nodes:
-                values[k] = (values[k] or 0.0) + left / len(open_nodes)
+            receivers = open_nodes or module.own_nodes
+            for k in receivers:
+                values[k] = (values[k] or 0.0) + left / len(receivers)
     return values
+
+
+def _largest_of_owners(measure: Measure, node: NodeEntry) -> float | None:
+    owners = [owner for owner in node.owners if owner in measure.total]
+    return max((measure.total[owner] for owner in owners), default=None)

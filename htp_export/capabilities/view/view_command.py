@@ -57,7 +57,7 @@ _MEASURES = {
     "precision": ("precision", "--result", "quantize", ""),
     "sparsity": ("sparsity", "--result", "prune", ""),
 }
-"""The key of the measure that is drawn, the option that gives it, the command that writes it, and what measures it."""
+"""Overlay → key of its measure, option and command of the result, and kind of measurement."""
 
 
 def view_command(
@@ -67,17 +67,15 @@ def view_command(
         typer.Option("-o", "--output", help="The page.", show_default="FILE.html"),
         Writes(),
     ] = None,
-    profile: Annotated[Path | None, "What `profile --json` wrote: latency by module."] = None,
-    cost: Annotated[Path | None, "What `cost --json` wrote: FLOPs and memory by module."] = None,
-    verify: Annotated[
-        Path | None, "What `verify --json` or `compare --json` wrote: errors."
-    ] = None,
+    profile: Annotated[Path | None, "Output of `profile --json`: latency by module."] = None,
+    cost: Annotated[Path | None, "Output of `cost --json`: FLOPs and memory by module."] = None,
+    verify: Annotated[Path | None, "Output of `verify --json` or `compare --json`: errors."] = None,
     result: Annotated[
         list[Path] | None,
-        "What another command wrote with `--json`: `quantize`, `prune`, `sensitivity`; repeatable.",
+        "Output of another command with `--json`: `quantize`, `prune`, `sensitivity`; repeatable.",
     ] = None,
     measure: Annotated[
-        str | None, "Measure it first: time (as `profile` does), cost, or both by comma: time,cost."
+        str | None, "Measure it first: time (as `profile`), cost, or both by comma: time,cost."
     ] = None,
     data: DataOption = None,
     dims: DimsOption = None,
@@ -90,7 +88,7 @@ def view_command(
         ),
     ] = None,
     weights: Annotated[
-        bool, "Read the weights: show mean, spread, range and zeros of each."
+        bool, "Read the weights; show mean, spread, range and zeros of each."
     ] = False,
     overlay: Annotated[
         _Overlay | None, "Write one overlay for Model Explorer (node data JSON), not a page."
@@ -108,8 +106,8 @@ def view_command(
 ) -> None:
     """Draw a model as one offline page.
 
-    Of an ONNX file, or of a PyTorch model, which need not export to ONNX. It shows the module tree,
-    a map of it and the graph, and loads nothing from elsewhere.
+    The model is an ONNX file or a PyTorch model, which need not be exportable. The page shows the
+    module tree, a map of it and the graph, and loads nothing from elsewhere.
     """
     from htp_export.capabilities.view.viewing import measured_kinds
     from htp_export.files.text_files import write_text
@@ -118,11 +116,11 @@ def view_command(
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
     kinds = measured_kinds(measure or ())
     given = runs_on(data, dims, model.shapes if model.is_file else None)
-    results: list[Any] = [
-        path for path in (profile, cost, verify, *(result or ())) if path is not None
-    ]
+    results: list[Any] = [path for path in (profile, cost, verify) if path is not None]
+    results += result or ()
 
     def draw(page: Path | None) -> tuple[View, dict[str, Any]]:
+        """Draw the page into a file or memory; return it with facts for JSON."""
         from htp_export.capabilities.view.viewing import view
 
         looked = model.look(quiet=as_json)
@@ -152,21 +150,21 @@ def view_command(
             "--overlay and --netron are for an ONNX file that Model Explorer or Netron opens"
         )
     file = Path(str(model.source) if model.is_file else "model")
-    target = output or file.with_suffix(
-        ".netron.json" if netron else f".{overlay}.json" if overlay else ".html"
-    )
-    check_output(target, Kind.JSON if netron or overlay else Kind.PAGE)
     if not (netron or overlay):
+        target = output or file.with_suffix(".html")
+        check_output(target, Kind.PAGE)
         _report(target, f"open {target} in a browser", as_json, *draw(target))
         return
+    if netron:
+        target = output or file.with_suffix(".netron.json")
+        viewer = f"Netron, and drop {target} onto it"
+    else:
+        target = output or file.with_suffix(f".{overlay}.json")
+        viewer = f"Model Explorer, and add {target} as node data"
+    check_output(target, Kind.JSON)
     model.check_file()
     sidecar = _sidecar(file, overlay, results, kinds, given, Steps(quiet=as_json))
     write_text(target, json.dumps(sidecar, indent=1), Kind.JSON)
-    viewer = (
-        f"Netron, and drop {target} onto it"
-        if netron
-        else f"Model Explorer, and add {target} as node data"
-    )
     _report(target, f"open {file} in {viewer}", as_json)
 
 
@@ -177,7 +175,7 @@ def _report(
     shown: View | None = None,
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Say what was drawn and written, and what can be done next."""
+    """Report the written files, and the next step."""
     written = written_page(target)
     if as_json:
         print_json({"file": str(target), "files": written, **facts})
@@ -203,7 +201,7 @@ def _sidecar(
     runs_on: Mapping[str, Any],
     steps: Steps,
 ) -> dict[str, Any]:
-    """What another viewer shows beside the file: an overlay of Model Explorer, or else Netron's sidecar."""
+    """The sidecar for another viewer: an overlay of Model Explorer, or else Netron's."""
     from htp_export.capabilities.view.inventory import take_inventory
     from htp_export.capabilities.view.model_explorer.graphs import (
         dtype_overlay,
@@ -234,15 +232,16 @@ def _sidecar(
 def _serve(
     draw: Callable[[Path | None], tuple[View, dict[str, Any]]], port: int, as_json: bool
 ) -> None:
+    """Draw the page and serve it until Ctrl-C."""
     from htp_export.capabilities.view.page.server import PageServer
 
-    with PageServer(port) as server:  # before the work: the port may be taken
+    with PageServer(port) as server:  # before the work: the port may be in use
         shown, facts = draw(None)
         if as_json:
             print_json({"url": server.url, **facts})
         else:
             _show_counts(shown)
             typer.echo(f"{server.url}\nCtrl-C ends it")
-        sys.stdout.flush()  # a program that started this one waits for the address
+        sys.stdout.flush()  # a parent process waits for the address
         server.run(shown.html)
         accept_interrupt()

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from htp_export.capabilities.search.search_results import Search
     from htp_export.costs.result import Cost
 
-# the measures that every graph of a page has, if it has costs
+# Measures of every graph of a page, if its costs are known.
 _COSTS = ("flops", "other_flops", "activation_bytes")
 _MEASURED = ("time", "cost")
-_MOST_NODES = 20_000  # with Model Explorer; a page of 100,000 would have 40 MB
+_MOST_NODES = 20_000  # with Model Explorer: a page of 100,000 nodes has 40 MB
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
 Numbers = object
-"""Numbers by module: what ``profile`` or ``quantize`` returns, for example, or a JSON file that its command wrote."""
+"""Numbers by module: a result, as of ``profile`` or ``quantize``, or a JSON file of its command."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class View(Result):
         path: The file that was written; None if there is none.
         nodes: Number of nodes in the page.
         modules: Number of modules in the page, without containers that never ran.
-        missing: Why Model Explorer is not in the page; ``""`` if it is.
+        missing: The reason why Model Explorer is not in the page; ``""`` if it is.
         failures: Module path → error, for modules of a PyTorch model that could not be exported.
-        way: Which way the graph of a PyTorch model was got, as of `inspect`; ``""`` for an ONNX
+        way: How the graph of a PyTorch model was obtained, as of `inspect`; ``""`` for an ONNX
             model.
-        stopped: Where each better way ended.
+        stopped: For each better way, where it failed.
     """
 
     html: str = field(repr=False)
@@ -73,7 +73,7 @@ class View(Result):
     stopped: tuple[Stop, ...] = ()
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, for notebooks."""
+        """The page in a frame, for notebooks."""
         page = html.escape(self.html, quote=True)
         return f'<iframe srcdoc="{page}" style="{_FRAME}"></iframe>'
 
@@ -85,9 +85,9 @@ class View(Result):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Why parts are missing, a line each."""
+        """The reasons why parts are missing, one line each."""
         missing = [f"without Model Explorer: {self.missing}"] if self.missing else []
-        failed = (f"{path or '(root)'}: {why}" for path, why in self.failures.items())
+        failed = (f"{path or '(root)'}: {failure}" for path, failure in self.failures.items())
         return (*missing, *map(str, self.stopped), *failed)
 
 
@@ -141,37 +141,35 @@ def view(
     """Write or show a model as one offline HTML page: module tree, map, graph, and Model Explorer.
 
     ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch
-    model, by the best way that `inspect` finds, and the page says why it is no better one.
+    model, by the best way that `inspect` finds, and the page explains why no better way worked.
 
     Thread-safe for ONNX models; a PyTorch model must not be used by another thread meanwhile.
 
     Args:
         model: A file, ``ModelProto``, ``ir.Model`` or `TaggedModel`, with or without tags; or a
-            PyTorch module, or what `inspect` returns for it.
+            PyTorch module, or the result of `inspect` for it.
         positional: The output; for a PyTorch module its arguments, and then the output.
         args: For a PyTorch module: its positional arguments.
         output: The file to write.
         kwargs: For a PyTorch module: its keyword arguments.
         results: Numbers by module for columns, sizes and colours, and precisions for colours:
             results of ``profile``, ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or
-            ``sensitivity``, or files that their commands wrote with ``--json``. Of a result of
-            ``search``, its front and its plans are drawn.
-        measure: What to measure for the page: ``"time"``, as ``profile`` does, and ``"cost"``.
-        data: The inputs of the one run that is measured, as for `quantize`; by default random
-            values.
-        dims: Name of an open size → size, for what is measured.
-        shapes: Input name → shape, for what is measured.
+            ``sensitivity``, or files that their commands wrote with ``--json``. For a result of
+            ``search``, the page shows its front and its plans.
+        measure: Measurements for the page: ``"time"``, as by ``profile``, and ``"cost"``.
+        data: The inputs of the measured run, as for `quantize`; random values by default.
+        dims: Open dimension → size, for measurements.
+        shapes: Input name → shape, for measurements.
         explorer: Include Model Explorer, which needs the extra ``view``; by default up to 20,000
-            nodes. A page without it says why.
-        weights: Read every weight, and show mean, standard deviation, range and share of zeros.
+            nodes. A page without it states the reason.
+        weights: Load every weight, and show mean, standard deviation, range and share of zeros.
 
     Returns:
         The page; a notebook displays it.
 
     Raises:
-        InputError: The model, a result, or a weight that is to be shown cannot be read; or what is
-            to be measured cannot be: a model without tags, or one that does not export, has no
-            times.
+        InputError: The model, a result, or a weight cannot be read; or a measurement is not
+            possible: a model without tags, or one that does not export, has no times.
         FileError: The page cannot be written, or has the name of a model; existing files are
             unchanged.
 
@@ -185,22 +183,13 @@ def view(
     from htp_export.capabilities.inspect.inspected import Inspected
     from htp_export.costs.result import Cost
 
-    arguments = list(positional)
-    if is_torch_module(model):
-        args = arguments.pop(0) if arguments else args
-    if arguments:
-        output = arguments.pop(0)
-    if arguments:
-        raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
+    # The branches below are checks of arguments, each with its message, and the kinds of models.
+    args, output = _arguments(is_torch_module(model), positional, args, output)
     check_fits(view, "output", output)
-    path = None if output is None else Path(output)
-    if path is not None:
-        check_target(
-            path, Kind.PAGE, [result for result in results if isinstance(result, str | os.PathLike)]
-        )
+    path = _checked_target(output, results)
     kinds = measured_kinds(measure)
     if not kinds and (data not in (None, {}) or dims or shapes):
-        raise InputError("data, dims and shapes are those of what is measured; give measure, too")
+        raise InputError("data, dims and shapes are for a measurement; give measure, too")
     measures, searches = read_results(results)
     if is_torch_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
@@ -208,53 +197,89 @@ def view(
         model = inspect(cast(Any, model), () if args is None else args, kwargs=kwargs)
     inspected = model if isinstance(model, Inspected) else None
     if inspected is not None and inspected.way != "onnx" and "time" in kinds:
-        raise InputError(f"times are those of an ONNX model, and this is the {inspected.summary}")
+        raise InputError(f"times need an ONNX model, and this is the {inspected.summary}")
     tagged = load(cast(ModelSource, model)) if inspected is None else inspected.tagged
     file = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
-    found = measured(file or tagged, tagged, kinds, data=data, dims=dims, shapes=shapes)
-    if found:
-        measures, searches = read_results([*results, *found])
-    costs = next((result for result in found if isinstance(result, Cost)), None)
-    shown, further = shown_graph(tagged, file, statistics=weights, costs=costs), []
-    if inspected is not None:
-        shown, further = _with_way(shown, inspected), _graphs_between_breaks(inspected)
-    whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
-    page, missing = page_of(
-        [each_graph.with_results(measures) for each_graph in (whole, *further)], explorer, searches
-    )
+    measurements = measured(file or tagged, tagged, kinds, data=data, dims=dims, shapes=shapes)
+    if measurements:
+        measures, searches = read_results([*results, *measurements])
+    costs = next((result for result in measurements if isinstance(result, Cost)), None)
+    shown = shown_graph(tagged, file, statistics=weights, costs=costs)
+    graphs = [shown] if inspected is None else _graphs_of(inspected, shown)
+    page, missing = page_of([graph.with_results(measures) for graph in graphs], explorer, searches)
     if path is not None:
         write_text(path, page)
-    drawn = shown.inventory.modules
-    failures = {path: module.failure for path, module in drawn.items() if module.failure}
-    made = View(
-        page, path, len(shown.inventory.nodes), len(drawn_parents(drawn)), missing, failures
+    inventory = graphs[0].inventory
+    modules = inventory.modules
+    result = View(
+        html=page,
+        path=path,
+        nodes=len(inventory.nodes),
+        modules=len(drawn_parents(modules)),
+        missing=missing,
+        failures={path: module.failure for path, module in modules.items() if module.failure},
     )
-    return (
-        made if inspected is None else replace(made, way=inspected.way, stopped=inspected.stopped)
-    )
+    if inspected is None:
+        return result
+    return replace(result, way=inspected.way, stopped=inspected.stopped)
+
+
+def _checked_target(
+    output: str | os.PathLike[str] | None, results: Sequence[Numbers]
+) -> Path | None:
+    """The path of the page, which must not replace a model or one of the results."""
+    if output is None:
+        return None
+    path = Path(output)
+    files = [result for result in results if isinstance(result, str | os.PathLike)]
+    check_target(path, Kind.PAGE, files)
+    return path
+
+
+def _arguments(
+    is_torch: bool, positional: Sequence[Any], args: Any, output: Any
+) -> tuple[Any, Any]:
+    """The arguments of a PyTorch module and the output, which may both be positional."""
+    rest = list(positional)
+    if is_torch and rest:
+        args = rest.pop(0)
+    if rest:
+        output = rest.pop(0)
+    if rest:
+        raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
+    return args, output
+
+
+def _graphs_of(inspected: Inspected, shown: ShownGraph) -> list[ShownGraph]:
+    """The graphs of a PyTorch model: the whole, followed by Dynamo's if there are several."""
+    whole = _with_way(shown, inspected)
+    if len(inspected.graphs) < 2:
+        return [whole]
+    whole = replace(whole, title=f"all {len(inspected.graphs)} graphs")
+    return [whole, *_graphs_between_breaks(inspected)]
 
 
 def _with_way(shown: ShownGraph, inspected: Inspected) -> ShownGraph:
-    """The graph of a PyTorch model, with the way it was got, and with what failed."""
+    """The graph of a PyTorch model, with notes on how it was obtained, and with failures."""
     inventory = shown.inventory
     modules = {
         path: replace(module, failure=inspected.failures.get(path, ""))
         for path, module in inventory.modules.items()
     }
     inventory = replace(inventory, modules=modules, notes=(*inventory.notes, *inspected.notes))
-    stops = (*inspected.stopped, *inspected.breaks)
-    way = (
-        [f"The {inspected.summary}.", *(f"{stop}." for stop in stops)] if inspected.stopped else []
-    )
-    return replace(
-        shown, inventory=inventory, note="\n".join([*way, *([shown.note] if shown.note else [])])
-    )
+    notes = []
+    if inspected.stopped:
+        notes.append(f"The {inspected.summary}.")
+        notes += [f"{stop}." for stop in (*inspected.stopped, *inspected.breaks)]
+    if shown.note:
+        notes.append(shown.note)
+    return replace(shown, inventory=inventory, note="\n".join(notes))
 
 
 def _graphs_between_breaks(inspected: Inspected) -> list[ShownGraph]:
-    """Dynamo's graphs, each by itself, the largest first; none where there is one."""
+    """Dynamo's graphs of a model with graph breaks, in the order of `inspect`: largest first."""
     graphs = []
-    for name, graph in inspected.graphs.items() if len(inspected.graphs) > 1 else ():
+    for name, graph in inspected.graphs.items():
         shown = shown_graph(graph)
         title = f"{name.replace('_', ' ')} of {len(inspected.graphs)}: {len(shown.inventory.nodes)} nodes"
         graphs.append(replace(shown, title=title))
@@ -262,7 +287,7 @@ def _graphs_between_breaks(inspected: Inspected) -> list[ShownGraph]:
 
 
 def measured_kinds(measure: str | Sequence[str]) -> list[str]:
-    """What is to be measured, each once, of names or of a text with commas."""
+    """The distinct measurements of a list of names, or of a text separated by commas."""
     names = measure.split(",") if isinstance(measure, str) else measure
     kinds = list(dict.fromkeys(str(name).strip() for name in names))
     unknown = [kind for kind in kinds if kind not in _MEASURED]
@@ -274,17 +299,19 @@ def measured_kinds(measure: str | Sequence[str]) -> list[str]:
 def measured(
     model: ModelSource, opened: TaggedModel, kinds: Sequence[str], **runs_on: Any
 ) -> list[Numbers]:
-    """The results of ``profile`` and ``cost``; ONNX Runtime runs the file itself, and not what was read of it."""
+    """Run ``profile`` and ``cost``; ``profile`` runs the file itself, not the loaded model."""
     from htp_export.capabilities.profile.latency import profile
     from htp_export.costs.costing import cost
 
-    return [
-        profile(model, **runs_on) if kind == "time" else cost(opened, **runs_on) for kind in kinds
-    ]
+    results: list[Numbers] = []
+    for kind in kinds:
+        is_time = kind == "time"
+        results.append(profile(model, **runs_on) if is_time else cost(opened, **runs_on))
+    return results
 
 
 def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
-    """The numbers by module in results and in files of them, of equal keys the first one keeps it; and the searches."""
+    """The measures in results and their files, with distinct keys; and the searches among them."""
     measures: dict[str, Measure] = {}
     searches = []
     for result in results:
@@ -293,15 +320,19 @@ def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search
             searches.append(opened)
             continue
         for measure in opened:
-            key, title, number = measure.key, measure.title, 1
+            key = measure.key
+            title = measure.title
+            number = 1
             while key in measures:
                 number += 1
-                key, title = f"{measure.key}:{number}", f"{measure.title} ({number})"
+                key = f"{measure.key}:{number}"
+                title = f"{measure.title} ({number})"
             measures[key] = replace(measure, key=key, title=title)
     return list(measures.values()), searches
 
 
 def _opened(result: Numbers) -> list[Measure] | Search:
+    """The measures of a result or of its JSON file, or the search that it is."""
     from htp_export.capabilities.search.search_results import Search, search_from
 
     if isinstance(result, str | os.PathLike):
@@ -317,9 +348,9 @@ def _opened(result: Numbers) -> list[Measure] | Search:
 
 @dataclass(frozen=True)
 class ShownGraph:
-    """A graph that a page shows, with numbers of its own. A page with several has a choice between their titles.
+    """A graph in a page, with its own measures. A page with several has a choice by title.
 
-    ``note`` says how the graph was got, and ``file`` is the file as the user named it.
+    ``note`` describes how the graph was obtained; ``file`` is the file as the user named it.
     """
 
     inventory: Inventory
@@ -329,9 +360,9 @@ class ShownGraph:
     file: str = ""
 
     def with_results(self, results: Sequence[Measure]) -> ShownGraph:
-        """The same graph with numbers that the user gave, which replace those of the same key."""
-        given = {measure.key for measure in results}
-        kept = [measure for measure in self.measures if measure.key not in given]
+        """The same graph with measures of the user, which replace its own with the same key."""
+        keys = {measure.key for measure in results}
+        kept = [measure for measure in self.measures if measure.key not in keys]
         return replace(self, measures=(*results, *kept))
 
 
@@ -339,7 +370,7 @@ class ShownGraph:
 def shown_graph(
     model: ModelSource, file: str = "", *, statistics: bool = False, costs: Cost | None = None
 ) -> ShownGraph:
-    """A graph with its FLOPs and activations; the note says which sizes were assumed, or why they are not known."""
+    """A graph with FLOPs and activations; its note lists assumed sizes, or why they are unknown."""
     from htp_export.costs.costing import cost
 
     tagged = read_flat(model)
@@ -358,34 +389,33 @@ def shown_graph(
 def page_of(
     graphs: Sequence[ShownGraph], explorer: bool | None = None, searches: Sequence[Search] = ()
 ) -> tuple[str, str]:
-    """A page of one or more graphs, the first of which is shown at first; and why Model Explorer is not in it.
+    """Build a page of graphs, the first of which is shown first; and why it lacks Model Explorer.
 
-    It has a choice between their titles if there are several, Model Explorer's drawing of each
-    unless it is left out, as it is by default from 20,000 nodes on, and the fronts of the searches.
+    With several graphs, it has a choice by title. It contains Model Explorer's drawing of each,
+    unless that is excluded, which is the default from 20,000 nodes on, and the fronts of searches.
     """
     packed_parts: dict[str, str] = {}
     nodes = sum(len(graph.inventory.nodes) for graph in graphs)
     missing = ""
-    if explorer is False or (explorer is None and nodes > _MOST_NODES):
-        why = (
-            f"of {nodes:,} nodes, it would make the page large and slow"
-            if explorer is None
-            else "it was left out"
+    if explorer is False:
+        missing = "it was left out; view(..., explorer=True) puts it in"
+    elif explorer is None and nodes > _MOST_NODES:
+        missing = (
+            f"of {nodes:,} nodes, it would make the page large and slow; "
+            "view(..., explorer=True) puts it in"
         )
-        missing = f"{why}; view(..., explorer=True) puts it in"
     else:
         try:
             packed_parts["explorer-application"] = packed(application(asset("frame.js")))
-            packed_parts |= {
-                f"explorer-drawing-{k}": packed(drawing(graph.inventory, graph.measures))
-                for k, graph in enumerate(graphs)
-            }
+            for k, graph in enumerate(graphs):
+                drawn = drawing(graph.inventory, graph.measures)
+                packed_parts[f"explorer-drawing-{k}"] = packed(drawn)
         except MissingApplicationError as error:
             missing = str(error)
     first, *further = (
         page_data(graph.inventory, graph.measures, missing, graph.file) for graph in graphs
     )
-    data: dict[str, Any] = {f"data-{k}": graph for k, graph in enumerate(further, 1)}
+    data: dict[str, Any] = {f"data-{k}": graph_data for k, graph_data in enumerate(further, 1)}
     data["fronts"] = [front_data(search) for search in searches]
     data["graphs"] = [
         {"title": graph.title or graph.inventory.name, "note": graph.note} for graph in graphs

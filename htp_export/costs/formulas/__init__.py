@@ -1,1 +1,1 @@
-"""Formulas for the work of operators: each file here has a table ``FORMULAS``, ``(domain, operator)`` → formula."""
+"""Formulas of operators: each file has a table ``FORMULAS``, ``(domain, operator)`` → formula."""

@@ -1,9 +1,9 @@
-"""Work of attention that is one node: ONNX's own (opset 23) and ONNX Runtime's.
+"""Work of fused attention operators, of ONNX (opset 23) and of ONNX Runtime.
 
-For each head, scores are ``length x total`` sums over the size of a head, and the context ``length
-x size`` sums over ``total``, where ``total`` is the length of keys with those from the cache. A
-causal mask does not make it less, as in the unfused form. Each score is also scaled, masked where
-there is a mask, and goes through softmax.
+For each head, scores are ``length x total`` sums over the head size, and the context ``length x
+size`` sums over ``total``, the length of keys including the cache. A causal mask does not reduce the
+work, as in the unfused form. Each score is also scaled, masked if there is a mask, and goes through
+softmax.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from htp_export.costs.execution import RunStep, UnknownShapeError
 from htp_export.costs.work import Formula, Formulas, Work
 
 SOFTMAX = 5
-"""Operations on each element: maximum, subtraction, exponential, sum, division."""
+"""Operations for each element of a softmax: maximum, subtraction, exponential, sum, division."""
 
 
 def _attend(
@@ -25,10 +25,13 @@ def _attend(
 
 
 def _onnx_attention(step: RunStep) -> Work:
-    """``Attention`` of ONNX: queries, keys and values of 4 dimensions, heads apart, or of 3."""
-    query, key, value = step.shape(0), step.shape(1), step.shape(2)
+    """ONNX's ``Attention``: inputs of rank 4, with separate heads, or of rank 3."""
+    query = step.shape(0)
+    key = step.shape(1)
+    value = step.shape(2)
     if len(query) == 3:
-        heads, shared = step.integer("q_num_heads"), step.integer("kv_num_heads")
+        heads = step.integer("q_num_heads")
+        shared = step.integer("kv_num_heads")
         if not heads or not shared:
             raise UnknownShapeError("the number of heads")
         query = (query[0], heads, query[1], query[2] // heads)
@@ -43,7 +46,10 @@ def _onnx_attention(step: RunStep) -> Work:
 
 
 def _packed_attention(past: int, bias: int, mask: int, extra: int) -> Formula:
-    """Attention that projects its input; given are the places of cache, bias, mask, and what is added to scores."""
+    """Attention that projects its input; the arguments are indices of inputs.
+
+    ``extra`` is the input that is added to the scores.
+    """
 
     def formula(step: RunStep) -> Work:
         batch, length, _ = step.shape(0)
@@ -64,8 +70,9 @@ def _packed_attention(past: int, bias: int, mask: int, extra: int) -> Formula:
 
 
 def _multi_head(step: RunStep) -> Work:
-    """``MultiHeadAttention``: queries, keys and values apart, or two or three of them in one tensor of 5 dimensions."""
-    query, heads = step.shape(0), step.integer("num_heads")
+    """``MultiHeadAttention``: separate queries, keys, values, or packed in rank 5."""
+    query = step.shape(0)
+    heads = step.integer("num_heads")
     if not heads:
         raise UnknownShapeError("the number of heads")
     batch, length = query[:2]
@@ -83,18 +90,19 @@ def _multi_head(step: RunStep) -> Work:
             value_size = value[3] if len(value) == 4 else value[2] // heads
         total = key[2] if len(key) == 4 else key[1]
     total += step.shape(6)[2] if step.input(6) is not None else 0
-    added = (
-        sum(math.prod(shape) for shape in (query, key) if shape) if step.input(3) is not None else 0
-    )
+    added = 0
+    if step.input(3) is not None:
+        added = sum(math.prod(shape) for shape in (query, key) if shape)
     per_score = 1 + sum(step.input(k) is not None for k in (4, 5)) + SOFTMAX
     work = _attend(batch, heads, length, total, size, value_size, per_score)
     return Work(work.macs, work.other + added)
 
 
 def _grouped_query(step: RunStep) -> Work:
-    """``GroupQueryAttention``: several heads of queries for one of keys; with the cache, and rotation where asked."""
+    """``GroupQueryAttention``: one head of keys for several of queries, with cache and rotation."""
     batch, length, width = step.shape(0)
-    heads, shared = step.integer("num_heads"), step.integer("kv_num_heads")
+    heads = step.integer("num_heads")
+    shared = step.integer("kv_num_heads")
     if not heads or not shared:
         raise UnknownShapeError("the number of heads")
     size = width // (heads + 2 * shared) if step.input(1) is None else width // heads

@@ -1,6 +1,6 @@
-"""Work of everything that is no matrix product: operations on each element, reductions, normalisations.
+"""Work of all but matrix products: elementwise operators, reductions, normalisations.
 
-The numbers are those of the operator's definition, one for each arithmetic operation, comparison or
+The numbers follow the operators' definitions, one for each arithmetic operation, comparison or
 logical operation; ``docs/cost.md`` has them as a table.
 """
 
@@ -26,37 +26,42 @@ _CONTRIB = "com.microsoft"
 
 
 def _each_further_input(step: RunStep) -> Work:
-    """n-ary: one operation for each input after the first; the mean also divides."""
+    """Variadic operators: one operation for each input after the first; ``Mean`` also divides."""
     inputs = sum(tensor is not None for tensor in step.inputs)
     return Work(0, (inputs - 1 + (step.node.op_type == "Mean")) * math.prod(step.output_shape()))
 
 
 def _clip(step: RunStep) -> Work:
-    bounds = (
-        sum(step.input(k) is not None for k in (1, 2))
-        + ("min" in step.attributes)
-        + ("max" in step.attributes)
-    )
+    bounds = sum(step.input(k) is not None for k in (1, 2))
+    bounds += sum(name in step.attributes for name in ("min", "max"))
     return Work(0, bounds * math.prod(step.output_shape()))
 
 
 def _gelu(step: RunStep) -> Work:
-    """``x * 0.5 * (1 + erf(x / sqrt(2)))``; with tanh, ``x * 0.5 * (1 + tanh(a * (x + b * x * x * x)))``."""
+    """``x * 0.5 * (1 + erf(x / sqrt(2)))`` or ``x * 0.5 * (1 + tanh(a * (x + b * x**3)))``."""
     return per_output(8 if step.text("approximate", "none") == "tanh" else 5)(step)
 
 
 def _layer_norm(summands: int = 0, centred: bool = True) -> Formula:
-    """Mean and its subtraction where centred, mean of squares, division, scale, bias; summands from a position on."""
+    """Mean and its subtraction if centred, mean of squares, division, scale, bias.
+
+    ``summands`` is the index of the first input that is added before; 0 for none.
+    """
 
     def formula(step: RunStep) -> Work:
         count = (2 if centred else 0) + 2 + 1 + 1
-        bias = {0: 2, 1: 3}.get(summands, 99) if centred else 99
-        count += step.input(bias) is not None
+        if centred and summands in _BIAS_INDEX:
+            count += step.input(_BIAS_INDEX[summands]) is not None
         if summands:
-            count += 1 + (step.input(4 if centred else 3) is not None)
+            further = 4 if centred else 3
+            count += 1 + (step.input(further) is not None)
         return per_input(count)(step)
 
     return formula
+
+
+_BIAS_INDEX = {0: 2, 1: 3}
+"""Index of the first summand of a layer norm → index of its bias."""
 
 
 def _pool(step: RunStep) -> Work:
@@ -65,37 +70,39 @@ def _pool(step: RunStep) -> Work:
 
 
 def _resize(step: RunStep) -> Work:
-    """Nearest copies; linear and cubic sum 2 or 4 neighbours along each axis that changes."""
-    taps = {"linear": 2, "cubic": 4, "bilinear": 2, "bicubic": 4}.get(
-        step.text("mode", "nearest"), 0
-    )
-    before, after = step.shape(0), step.output_shape()
+    """``nearest`` copies; linear and cubic sum 2 or 4 neighbours along each axis that changes."""
+    taps_of = {"linear": 2, "cubic": 4, "bilinear": 2, "bicubic": 4}
+    taps = taps_of.get(step.text("mode", "nearest"), 0)
+    before = step.shape(0)
+    after = step.output_shape()
     axes = sum(a != b for a, b in zip(before, after, strict=False))
-    return Work(0, (2 * taps**axes - 1) * math.prod(after)) if taps and axes else NOTHING
+    if not taps or not axes:
+        return NOTHING
+    return Work(0, (2 * taps**axes - 1) * math.prod(after))
 
 
 def _grid_sample(step: RunStep) -> Work:
     mode = step.text("mode", "linear")
     axes = len(step.shape(0)) - 2
     taps = 4 if "cubic" in mode else 2
-    return (
-        NOTHING
-        if mode == "nearest"
-        else Work(0, (2 * taps**axes - 1) * math.prod(step.output_shape()))
-    )
+    if mode == "nearest":
+        return NOTHING
+    return Work(0, (2 * taps**axes - 1) * math.prod(step.output_shape()))
 
 
 def _dft(step: RunStep) -> Work:
-    """5 n log2 n for each transform, the usual count for a fast Fourier transform."""
+    """``5 n log2 n`` for each transform, the usual count for a fast Fourier transform."""
     shape = step.output_shape()
     axis = step.integer("axis", -2)
     length = step.shape(0)[axis]
     transforms = math.prod(step.shape(0)[:-1]) // max(length, 1)
-    return Work(0, round(5 * length * math.log2(max(length, 2))) * transforms) if shape else NOTHING
+    if not shape:
+        return NOTHING
+    return Work(0, round(5 * length * math.log2(max(length, 2))) * transforms)
 
 
 def _scatter(step: RunStep) -> Work:
-    """Copies, unless it reduces: then one operation for each update."""
+    """Copies are free; with a reduction, each update is one operation."""
     reduces = step.text("reduction", "none") != "none"
     return Work(0, math.prod(step.shape(2))) if reduces else NOTHING
 
@@ -126,7 +133,7 @@ PER_OUTPUT: Mapping[str, int] = {
     "Softsign": 3,
     "Swish": 2,
 }
-"""Operator → operations for each element of the output; torch's of the same names, in lower case, are the same."""
+"""Operator → operations for each element of the output; the same for torch's, in lower case."""
 
 _PER_INPUT: Mapping[str, int] = {
     **dict.fromkeys(
@@ -189,7 +196,7 @@ FORMULAS: Formulas = {
     ("", "LRN"): lambda step: per_output(step.integer("size") + 4)(step),
     ("", "LayerNormalization"): _layer_norm(),
     ("", "RMSNormalization"): _layer_norm(centred=False),
-    # ONNX Runtime puts it into ONNX's domain
+    # ONNX Runtime registers this operator in ONNX's domain.
     ("", "SimplifiedLayerNormalization"): _layer_norm(centred=False),
     ("", "SkipLayerNormalization"): _layer_norm(1),
     **{(_CONTRIB, op): per_output(count) for op, count in _CONTRIB_PER_OUTPUT.items()},

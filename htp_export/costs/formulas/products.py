@@ -6,7 +6,9 @@ data.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 
 from htp_export.costs.execution import RunStep, UnknownShapeError
 from htp_export.costs.work import Formula, Formulas, Work
@@ -22,7 +24,7 @@ def _matmul(step: RunStep) -> Work:
 
 
 def matmul_with_bias(bias: int, after: int = 0) -> Formula:
-    """A product, a bias where there is one, and ``after`` operations on each element of the output."""
+    """A product, an optional bias, and ``after`` operations for each output element."""
 
     def formula(step: RunStep) -> Work:
         added = 1 if step.input(bias) is not None else 0
@@ -38,19 +40,19 @@ def _gemm(step: RunStep) -> Work:
 
 
 def _einsum(step: RunStep) -> Work:
-    """Operands are taken from left to right; what no later one needs is summed as soon as it can be.
+    """Multiply operands from left to right, and sum over an index as soon as no later one needs it.
 
-    Where a pair has an index to sum over, it is a product of matrices; where it has none, an
-    elementwise one.
+    A pair with an index to sum over is a matrix product; a pair without is an elementwise one.
     """
     operands, output = _einsum_terms(step)
     sizes: dict[str, int] = {}
-    for term, position in zip(operands, range(len(operands)), strict=True):
+    for position, term in enumerate(operands):
         for index, size in zip(term, step.shape(position), strict=True):
             sizes[index] = max(size, sizes.get(index, 1))
     if len(operands) == 1:
-        summed = set(operands[0]) - set(output)
-        return Work(0, math.prod(sizes[i] for i in set(operands[0])) if summed else 0)
+        is_summed = bool(set(operands[0]) - set(output))
+        elements = math.prod(sizes[index] for index in set(operands[0]))
+        return Work(0, elements if is_summed else 0)
     macs = elementwise = 0
     left = set(operands[0])
     for position in range(1, len(operands)):
@@ -66,7 +68,7 @@ def _einsum(step: RunStep) -> Work:
 
 
 def _einsum_terms(step: RunStep) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The indices of each operand and of the output; those that ``...`` stands for are numbered from the right."""
+    """The indices of each operand and of the output; ``...`` becomes numbers, from the right."""
     equation = step.text("equation").replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -76,22 +78,27 @@ def _einsum_terms(step: RunStep) -> tuple[list[tuple[str, ...]], tuple[str, ...]
     def indices(term: str, rank: int) -> tuple[str, ...]:
         before, dots, after = term.partition("...")
         hidden = rank - len(before) - len(after) if dots else 0
-        return (*before, *(str(k) for k in range(hidden - 1, -1, -1)), *after)
+        numbers = map(str, range(hidden - 1, -1, -1))
+        return (*before, *numbers, *after)
 
-    operands = [indices(term, len(step.shape(position))) for position, term in enumerate(terms)]
-    if any(len(operand) != len(step.shape(position)) for position, operand in enumerate(operands)):
-        raise UnknownShapeError(f"the operands of {equation!r}")
-    hidden = max((sum(index.isdecimal() for index in operand) for operand in operands), default=0)
+    operands = []
+    for position, term in enumerate(terms):
+        rank = len(step.shape(position))
+        operands.append(indices(term, rank))
+    for position, operand in enumerate(operands):
+        if len(operand) != len(step.shape(position)):
+            raise UnknownShapeError(f"the operands of {equation!r}")
+    hidden = max((sum(map(str.isdecimal, operand)) for operand in operands), default=0)
     if arrow:
         return operands, indices(right, hidden + len(right.replace("...", "")))
-    letters = [index for operand in operands for index in operand]
-    return operands, tuple(
-        index for index in dict.fromkeys(letters) if index.isdecimal() or letters.count(index) == 1
-    )
+    # Without an output term, indices that occur once are kept.
+    occurrences = Counter(itertools.chain.from_iterable(operands))
+    kept = [index for index, count in occurrences.items() if index.isdecimal() or count == 1]
+    return operands, tuple(kept)
 
 
 def _conv(weight: int, bias: int | None = None, after: int = 0) -> Formula:
-    """Each element of the output is a sum over the filter and the input channels of its group."""
+    """Each output element is a sum over the filter and the input channels of its group."""
 
     def formula(step: RunStep) -> Work:
         filters = step.shape(weight)
@@ -102,7 +109,8 @@ def _conv(weight: int, bias: int | None = None, after: int = 0) -> Formula:
 
 
 def _fused_conv(step: RunStep) -> Work:
-    activation, summand = bool(step.text("activation")), step.input(3) is not None
+    activation = bool(step.text("activation"))
+    summand = step.input(3) is not None
     return _conv(1, 2, int(activation) + int(summand))(step)
 
 
@@ -112,26 +120,29 @@ def _causal_conv(step: RunStep) -> Work:
 
 
 def _deform_conv(step: RunStep) -> Work:
-    """A convolution whose inputs are interpolated between four neighbours: 7 operations each, and the mask."""
-    filters, output = step.shape(1), step.output_shape()
+    """A convolution of inputs between four neighbours: 7 operations each, and a mask."""
+    filters = step.shape(1)
+    output = step.output_shape()
     work = _conv(1, 3)(step)
     sampled = output[0] * math.prod(output[2:]) * math.prod(filters[2:]) * step.shape(0)[1]
     return Work(work.macs, work.other + sampled * (8 if step.input(4) is not None else 7))
 
 
 def _conv_transpose(step: RunStep) -> Work:
-    """Each element of the input is multiplied with the filters of its group."""
+    """Each input element is multiplied with the filters of its group."""
     added = 1 if step.input(2) is not None else 0
     return Work(math.prod(step.shape(0)) * math.prod(step.shape(1)[1:]), added * _outputs(step))
 
 
 def _recurrent(gates: int, update: int) -> Formula:
-    """At every step: the products, then each gate's three additions and activation, then the update."""
+    """For each step: the products; three additions and an activation for each gate; the update."""
 
     def formula(step: RunStep) -> Work:
-        x, state = step.shape(0), step.shape(2)
+        x = step.shape(0)
+        state = step.shape(2)
         runs = x[0] * x[1]
-        directions, hidden = state[0], step.integer("hidden_size") or min(state[1:])
+        directions = state[0]
+        hidden = step.integer("hidden_size") or min(state[1:])
         macs = runs * (math.prod(step.shape(1)) + math.prod(state))
         return Work(macs, runs * directions * hidden * (gates * 4 + update))
 

@@ -1,7 +1,6 @@
-"""Work of operators that sort, select, sample and mix experts: what depends on how they are done is counted as usual.
+"""Work of operators that sort, select, sample and mix experts, by the usual algorithm.
 
-Where the work depends on values, it is what it comes to at most; ``docs/cost.md`` has the formulas
-as a table.
+Work that depends on values is counted at its maximum; ``docs/cost.md`` has the formulas as a table.
 """
 
 from __future__ import annotations
@@ -18,38 +17,36 @@ _OVERLAP = 19  # of two boxes: corners 4, sides 4, area, both areas 6, union 2, 
 
 
 def halvings(count: int) -> int:
-    """How often a number of things can be halved: comparisons to find a place among them."""
+    """How often a count can be halved: the comparisons of a binary search."""
     return max(count, 1).bit_length() - (count & (count - 1) == 0)
 
 
 def _top_k(step: RunStep) -> Work:
-    """A heap of the k largest, along which each element goes down: ``n * ceil(log2(k + 1))`` comparisons."""
+    """``n * ceil(log2(k + 1))`` comparisons, with a heap of the k largest elements."""
     output = step.output_shape()
     return Work(0, math.prod(step.shape(0)) * halvings(output[step.integer("axis", -1)] + 1))
 
 
 def _sort(step: RunStep) -> Work:
-    """``n * ceil(log2(n))`` comparisons; of slices, where there is an axis, element by element."""
+    """``n * ceil(log2(n))`` comparisons; with an axis, of slices, element by element."""
     shape = step.shape(0)
     count = shape[step.integer("axis")] if "axis" in step.attributes else math.prod(shape)
     return Work(0, math.prod(shape) * halvings(count))
 
 
 def _non_max_suppression(step: RunStep) -> Work:
-    """Scores of each class against the threshold, their order, and each box that is kept against those after it."""
+    """Compare scores with the threshold, sort them, compare kept boxes with later ones."""
     batches, classes, boxes = step.shape(1)
     limit = step.input(2)
-    selected = (
-        boxes
-        if limit is None or limit.value is None
-        else min(boxes, int(limit.value.reshape(-1)[0]))
-    )
+    selected = boxes
+    if limit is not None and limit.value is not None:
+        selected = min(boxes, int(limit.value.reshape(-1)[0]))
     pairs = selected * (2 * boxes - selected - 1) // 2
     return Work(0, batches * classes * (boxes * (1 + halvings(boxes)) + _OVERLAP * pairs))
 
 
 def _roi_align(step: RunStep) -> Work:
-    """Each output is a mean or maximum of points that lie between four neighbours: 8 operations for each point."""
+    """Mean or maximum of points between four neighbours: 8 operations for each point."""
     ratio = step.integer("sampling_ratio")
     if ratio <= 0:
         raise UnknownShapeError("how many points are taken: it depends on the size of each region")
@@ -57,7 +54,7 @@ def _roi_align(step: RunStep) -> Work:
 
 
 def _stft(step: RunStep) -> Work:
-    """For each frame the window, and ``5 n log2 n`` as for a fast Fourier transform."""
+    """For each frame, the window, and ``5 n log2 n`` as for a fast Fourier transform."""
     if step.input(2) is not None:
         (length,) = step.shape(2)
     else:
@@ -66,25 +63,23 @@ def _stft(step: RunStep) -> Work:
             raise UnknownShapeError("the length of frames")
         length = int(length_input.value.reshape(-1)[0])
     frames = math.prod(step.output_shape()[:2])
-    return Work(
-        0,
-        frames
-        * (length * (step.input(2) is not None) + round(5 * length * math.log2(max(length, 2)))),
-    )
+    window = length * (step.input(2) is not None)
+    transform = round(5 * length * math.log2(max(length, 2)))
+    return Work(0, frames * (window + transform))
 
 
 def _affine_grid(step: RunStep) -> Work:
-    """The coordinates of each point, and a one, times a matrix."""
+    """The coordinates of each point, and a one, multiplied with a matrix."""
     grid = step.output_shape()
     return Work(math.prod(grid) * (grid[-1] + 1), math.prod(grid) // grid[0])
 
 
 def _multinomial(step: RunStep) -> Work:
-    """Probabilities and their running sum, then a random number and its place for each sample."""
-    logits, samples = step.shape(0), step.output_shape()
-    return Work(
-        0, math.prod(logits) * (SOFTMAX + 1) + math.prod(samples) * (1 + halvings(logits[-1]))
-    )
+    """Probabilities and their cumulative sum; a random number and its binary search per sample."""
+    logits = step.shape(0)
+    samples = step.output_shape()
+    distribution = math.prod(logits) * (SOFTMAX + 1)
+    return Work(0, distribution + math.prod(samples) * (1 + halvings(logits[-1])))
 
 
 def _determinant(step: RunStep) -> Work:
@@ -94,37 +89,44 @@ def _determinant(step: RunStep) -> Work:
 
 
 def _inverse(step: RunStep) -> Work:
-    """Elimination with the right sides: ``2 n^3`` for each matrix."""
+    """Elimination of the matrix with a right-hand side: ``2 n^3`` for each matrix."""
     return Work(0, math.prod(step.shape(0)) * 2 * step.shape(0)[-1])
 
 
-def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") -> Formula:
-    """``MoE`` and ``QMoE``: every token goes through k experts, whatever the router says.
+def _expert_size(step: RunStep, position: int) -> int:
+    """The elements of an input for one expert; experts are its first axis."""
+    return math.prod(step.shape(position)[1:])
 
-    Given are the positions of the layers' biases and weights, ``[experts, …]``, the third of which
-    may be left out, and the attribute with the size of a weight, of which several lie in a byte.
+
+def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") -> Formula:
+    """``MoE`` and ``QMoE``: every token goes through k experts.
+
+    The arguments are the input indices of the layers' biases and weights, ``[experts, …]`` (the
+    third layer is optional), and the attribute with the bits of a packed weight.
     """
 
     def formula(step: RunStep) -> Work:
         packed = 8 // step.integer(bits, 4) if bits else 1
-        x, routed = step.shape(0), step.shape(1)
-        tokens, chosen = math.prod(x[:-1]), step.integer("k", 1)
-        shapes = [step.shape(k) for k in weights if step.input(k) is not None]
-        macs = sum(packed * math.prod(shape[1:]) for shape in shapes)
-        added = sum(math.prod(step.shape(k)[1:]) for k in biases if step.input(k) is not None)
-        inner = packed * math.prod(step.shape(weights[1])[1:]) // x[-1]
-        # Of each expert: biases, an activation of two operations and the gate, weighing and adding
-        # its results.
-        per_expert = added + inner * (2 + (len(shapes) > 2)) + 2 * x[-1]
-        return Work(
-            tokens * chosen * macs, math.prod(routed) * SOFTMAX + tokens * chosen * per_expert
-        )
+        x = step.shape(0)
+        routed = step.shape(1)
+        tokens = math.prod(x[:-1])
+        chosen = step.integer("k", 1)
+        sizes = [_expert_size(step, k) for k in weights if step.input(k) is not None]
+        macs = packed * sum(sizes)
+        added = sum(_expert_size(step, k) for k in biases if step.input(k) is not None)
+        inner = packed * _expert_size(step, weights[1]) // x[-1]
+        # An activation of two operations, and a product with the gate if there is a third layer.
+        activation = 3 if len(sizes) > 2 else 2
+        # For each expert: biases, activation, and the weighted sum.
+        per_expert = added + inner * activation + 2 * x[-1]
+        routing = math.prod(routed) * SOFTMAX
+        return Work(tokens * chosen * macs, routing + tokens * chosen * per_expert)
 
     return formula
 
 
 def _distances(step: RunStep) -> Work:
-    """A subtraction, a square and a sum for each element of each pair."""
+    """A subtraction, a square and an addition for each element of each pair."""
     return Work(0, 3 * math.prod(step.output_shape()) * step.shape(0)[-1])
 
 

@@ -1,7 +1,6 @@
-"""Work of torch's own operators, in graphs that are no ONNX files: the numbers of ONNX's operators, by other names.
+"""Work of torch operators, in graphs that are not ONNX files: the numbers of ONNX's counterparts.
 
-Tensors stand in the order of the operators' schemas, without gaps for arguments that are no
-tensors.
+Input tensors have the order of the operators' schemas, without gaps for other arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ def _product_with_bias(step: RunStep) -> Work:
 
 def _bilinear(step: RunStep) -> Work:
     """For each output, a matrix between two vectors."""
-    outputs, (_, rows, columns) = math.prod(step.output_shape()), step.shape(2)
+    outputs = math.prod(step.output_shape())
+    (_, rows, columns) = step.shape(2)
     return Work(outputs * rows * (columns + 1), outputs if step.input(3) is not None else 0)
 
 
@@ -45,23 +45,24 @@ def _convolution(step: RunStep) -> Work:
 
 
 def _attention(step: RunStep) -> Work:
-    """Scores, and the context: for each query, all keys, whatever the mask says."""
-    query, key, value = step.shape(0), step.shape(1), step.shape(2)
+    """Scores and context: every query with all keys, also masked ones."""
+    query = step.shape(0)
+    key = step.shape(1)
+    value = step.shape(2)
     scores = math.prod(query[:-1]) * key[-2]
     masked = step.input(3) is not None or step.integer("is_causal")
     return Work(scores * (query[-1] + value[-1]), scores * (1 + bool(masked) + SOFTMAX))
 
 
 def _recurrent(gates: int, update: int) -> Formula:
-    """A recurrent layer of any depth: the sequence, states of 3 dimensions, and matrices and biases of each layer."""
+    """A recurrent layer of any depth: the sequence, states of rank 3, matrices and biases."""
 
     def formula(step: RunStep) -> Work:
         runs = math.prod(step.shape(0)[:-1])
-        matrices = [
-            step.shape(k)
-            for k, each in enumerate(step.inputs)
-            if k and each and len(each.shape or ()) == 2
-        ]
+        matrices = []
+        for k, tensor in enumerate(step.inputs):
+            if k and tensor and len(tensor.shape or ()) == 2:
+                matrices.append(step.shape(k))
         hidden = sum(matrix[0] // gates for matrix in matrices[1::2])
         return Work(runs * sum(map(math.prod, matrices)), runs * hidden * (gates * 4 + update))
 
@@ -72,7 +73,8 @@ def _cell(gates: int, update: int) -> Formula:
     """One step of a recurrent layer: the input, the states, two matrices, and biases."""
 
     def formula(step: RunStep) -> Work:
-        batch, states = step.shape(0)[0], 2 if step.node.op_type == "lstm_cell" else 1
+        batch = step.shape(0)[0]
+        states = 2 if step.node.op_type == "lstm_cell" else 1
         matrices = [step.shape(1 + states), step.shape(2 + states)]
         hidden = matrices[1][0] // gates
         return Work(batch * sum(map(math.prod, matrices)), batch * hidden * (gates * 4 + update))
@@ -87,16 +89,13 @@ def _pool(step: RunStep) -> Work:
 
 
 def _sort(step: RunStep) -> Work:
-    """``n * ceil(log2(n))`` comparisons along a dimension; for ``topk``, those with a heap of the k largest."""
+    """``n * ceil(log2(n))`` comparisons along a dimension; ``topk`` uses a heap."""
     shape = step.shape(0)
-    along = step.integer("dim", -1)
-    count = (
-        step.output_shape()[along] + 1
-        if step.node.op_type == "topk"
-        else shape[along]
-        if shape
-        else 1
-    )
+    dim = step.integer("dim", -1)
+    if step.node.op_type == "topk":
+        count = step.output_shape()[dim] + 1
+    else:
+        count = shape[dim] if shape else 1
     return Work(0, math.prod(shape) * halvings(count))
 
 
@@ -106,26 +105,24 @@ def _clamp(step: RunStep) -> Work:
 
 
 def _each_summand(step: RunStep) -> Work:
-    """``add`` and ``sub`` with a factor, ``addcmul``: an operation for each tensor, and for the factor."""
+    """``add``, ``sub``, ``addcmul``: one operation for each tensor, and one for the factor."""
     return per_output(1 + ("alpha" in step.attributes))(step)
 
 
 def _norm(count: int) -> Formula:
-    """So many operations for each element, one for the scale, and one for the bias, where they are given."""
+    """A number of operations for each element, and one each for scale and bias, if present."""
     return lambda step: per_input(
         count + (step.input(1) is not None) + (step.input(2) is not None)
     )(step)
 
 
 def _reduces(step: RunStep) -> Work:
-    """``scatter`` copies, unless it adds up: then one operation for each update."""
+    """``scatter`` copies; with a reduction, each update is one operation."""
     updates = step.inputs[-1]
     adds = step.integer("accumulate") or "add" in step.node.op_type or "reduce" in step.node.op_type
-    return (
-        Work(0, math.prod(updates.shape))
-        if adds and updates is not None and updates.shape
-        else NOTHING
-    )
+    if not adds or updates is None or not updates.shape:
+        return NOTHING
+    return Work(0, math.prod(updates.shape))
 
 
 _ONE = names("""

@@ -1,9 +1,9 @@
-"""The rules of operators, a file for each family, which registers them; see https://onnx.ai/onnx/operators/.
+"""Shape rules of operators, one file for each family; see https://onnx.ai/onnx/operators/.
 
-A rule gives one shape for each output, or None where it cannot tell; a dimension that it cannot
-tell is None. An operator without a rule is asked of ONNX's own inference, node by node; see
-``schemas``. It needs a rule where that does not know the operator, or does not know what sizes are
-computed of open ones.
+A rule returns one shape for each output, None for an unknown shape, and shapes with None for
+unknown dimensions. Operators without a rule are inferred by ONNX itself, node by node; see
+``schemas``. A rule is needed if ONNX does not know the operator, or cannot compute sizes from open
+dimensions.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import onnx_ir as ir
 from htp_export.shapes.known import Contents, Dims, Known, Operation
 
 Rule: TypeAlias = Callable[[Operation, Known], Sequence[Dims | None] | None]
-"""What the shapes of a node's results are; None, as a whole or for one of them, where that is not known."""
+"""The shapes of a node's outputs; None for all of them, or for one, if unknown."""
 ContentRule: TypeAlias = Callable[[Operation, Known], Contents | None]
-"""What the first result holds."""
+"""The contents of the first output."""
 TypeRule: TypeAlias = Callable[[Operation, Known], ir.DataType | None]
-"""What the element type of the first result is."""
+"""The element type of the first output."""
 
 _R = TypeVar("_R")
 
@@ -53,7 +53,7 @@ def _registering(kind: str, ops: tuple[str, ...], domain: str) -> Callable[[_R],
 
 
 def shape_rule(*ops: str, domain: str = "") -> Callable[[Rule], Rule]:
-    """Register how the shapes of what operators give are found.
+    """Register the shape rule of operators.
 
     Examples:
         >>> @shape_rule("Twice", domain="my.domain")
@@ -67,12 +67,12 @@ def shape_rule(*ops: str, domain: str = "") -> Callable[[Rule], Rule]:
 
 
 def content_rule(*ops: str, domain: str = "") -> Callable[[ContentRule], ContentRule]:
-    """Register what the first result of operators holds, where that are a few integers, sizes or booleans."""
+    """Register the rule for the contents of the first output: a few integers, sizes or booleans."""
     return _registering("contents", ops, domain)
 
 
 def type_rule(*ops: str, domain: str = "") -> Callable[[TypeRule], TypeRule]:
-    """Register the element type of what operators give first, where their schemas do not say it."""
+    """Register the rule for the type of the first output, if the schema does not determine it."""
     return _registering("type", ops, domain)
 
 

@@ -1,4 +1,4 @@
-"""Operators that make tensors of sizes and constants."""
+"""Operators that create tensors from sizes and constants."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _shape(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 
 def _dimensions(node: Operation, known: Known) -> Shape:
-    start, end = (
-        node.attributes.get_int(key, default) for key, default in (("start", 0), ("end", None))
-    )
+    """The dimensions that ``Shape`` returns."""
+    start = node.attributes.get_int("start", 0)
+    end = node.attributes.get_int("end", None)
     return shape_of(node, known)[start:end]
 
 
@@ -40,7 +40,9 @@ def _size(node: Operation, known: Known) -> Sequence[Dims | None]:
 @shape_rule("ConstantOfShape")
 def _constant_of_shape(node: Operation, known: Known) -> Sequence[Dims | None]:
     contents = known.contents(node.inputs[0])
-    return [unknown_dims(shape_of(node, known)[0]) if contents is None else contents.tolist()]
+    if contents is None:
+        return [unknown_dims(shape_of(node, known)[0])]
+    return [contents.tolist()]
 
 
 @shape_rule("Range")
@@ -51,7 +53,10 @@ def _range(node: Operation, known: Known) -> Sequence[Dims | None]:
     start, limit, step = (bound.reshape(-1)[0] for bound in bounds if bound is not None)
     if all(isinstance(bound, int) for bound in (start, limit, step)):
         return [[len(range(start, limit, step))]]
-    return [[limit - start if step == 1 and is_natural(limit - start) else None]]
+    length = limit - start
+    if step == 1 and is_natural(length):
+        return [[length]]
+    return [[None]]
 
 
 @content_rule("Shape")
@@ -69,6 +74,6 @@ def _fill_type(node: Operation, known: Known) -> ir.DataType:
     written = node.attributes.get("value")
     if written is None or written.type != ir.AttributeType.TENSOR:
         return ir.DataType.FLOAT
-    # as_tensor() looks at every method of it, which takes longer
+    # as_tensor() looks at every method of the protocol, which takes longer.
     fill: ir.TensorProtocol = written.value
     return fill.dtype

@@ -1,7 +1,7 @@
-"""Operators on elements one by one: the shape of the first input, or what all inputs broadcast to.
+"""Elementwise operators: the output has the shape of the first input, or the broadcast shape.
 
-Contents are numbers, truth values and sizes. Sizes are never negative, and so are divided as
-numbers that are rounded down.
+Contents are numbers, booleans and sizes. Sizes are never negative, so that integer division rounds
+them down.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Mod Mul Or Pow Sub Sum Where Xor
 
 
 def broadcast(shapes: Iterable[Shape]) -> Dims:
-    """The shape of an element-wise operation."""
+    """The broadcast shape of the inputs of an elementwise operation."""
     result: list[Dim | None] = []
     for shape in shapes:
         result = [*[1] * (len(shape) - len(result)), *result]
@@ -50,6 +50,7 @@ def broadcast(shapes: Iterable[Shape]) -> Dims:
 
 
 def _joined(first: Dim | None, second: Dim | None) -> Dim | None:
+    """The broadcast of two dimensions; None if it depends on unknown sizes."""
     if first == 1:
         return second
     if second == 1 or first == second:
@@ -57,18 +58,19 @@ def _joined(first: Dim | None, second: Dim | None) -> Dim | None:
     if first is None or second is None:
         known = second if first is None else first
         return known if isinstance(known, int) else None
-    if is_smaller_of(first, second):  # the node runs only where the limit is not reached
+    # The node runs only where the limit is not reached.
+    if is_smaller_of(first, second):
         return second
     if is_smaller_of(second, first):
         return first
-    if isinstance(first, int):  # the other one is the same or 1
+    if isinstance(first, int):  # the other dimension is equal to it, or 1
         return first
     return second if isinstance(second, int) else None
 
 
 @shape_rule(*LIKE_FIRST)
 def like_first(node: Operation, known: Known) -> Sequence[Dims | None]:
-    """A result that has the shape of the first input."""
+    """The shape rule of operators whose output has the shape of the first input."""
     return [known.shape(node.inputs[0])]
 
 
@@ -83,7 +85,7 @@ def _cast_type(node: Operation, known: Known) -> ir.DataType:
 
 
 def _each(operation: Callable[..., Any]) -> ContentRule:
-    """The rule of an element-wise operator; an element for which the operation gives None makes all unknown."""
+    """The content rule of an elementwise operator; it fails if the operation returns None once."""
     vectorized = np.frompyfunc(operation, operation.__code__.co_argcount, 1)
 
     def rule(node: Operation, known: Known) -> Contents | None:
@@ -91,16 +93,24 @@ def _each(operation: Callable[..., Any]) -> ContentRule:
         if any(item is None for item in inputs):
             return None
         result = np.asarray(vectorized(*inputs), dtype=object)
-        return None if any(item is None for item in result.reshape(-1)) else result
+        if any(item is None for item in result.reshape(-1)):
+            return None
+        return result
 
     return rule
 
 
 def _quotient(a: Dim, b: Dim) -> Dim | None:
+    """The integer quotient; None if it depends on unknown sizes, and for division by 0."""
+    if b == 0:
+        return None
     if isinstance(a, int) and isinstance(b, int):
-        # ONNX cuts towards zero
-        return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1) if b else None
-    return divide(a, b) if is_natural(a) and b != 0 and (isinstance(b, Size) or b > 0) else None
+        quotient = abs(a) // abs(b)
+        # ONNX rounds towards zero.
+        return quotient if (a < 0) == (b < 0) else -quotient
+    if is_natural(a) and (isinstance(b, Size) or b > 0):
+        return divide(a, b)
+    return None
 
 
 def _less(a: Dim, b: Dim) -> bool | None:
@@ -114,7 +124,9 @@ def _inverted(truth: bool | None) -> bool | None:
 
 
 def _chosen(condition: bool | None, a: Any, b: Any) -> Any:
-    return None if condition is None else a if condition else b
+    if condition is None:
+        return None
+    return a if condition else b
 
 
 @content_rule("Identity")
@@ -128,16 +140,14 @@ def _cast_contents(node: Operation, known: Known) -> Contents | None:
     target = node.attributes["to"].as_int()
     if contents is None or target not in WHOLE:
         return None
+    flat = contents.reshape(-1)
     if target == ir.DataType.BOOL:
-        truths = [
-            item if isinstance(item, bool) else _inverted(equal(item, 0))
-            for item in contents.reshape(-1)
-        ]
-        return None if None in truths else objects(truths, contents.shape)
-    return objects(
-        [int(item) if isinstance(item, bool) else item for item in contents.reshape(-1)],
-        contents.shape,
-    )
+        truths = [item if isinstance(item, bool) else _inverted(equal(item, 0)) for item in flat]
+        if None in truths:
+            return None
+        return objects(truths, contents.shape)
+    numbers = [int(item) if isinstance(item, bool) else item for item in flat]
+    return objects(numbers, contents.shape)
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""Operators that pick, cut or put together parts of tensors."""
+"""Operators that index, slice, split or concatenate tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from htp_export.shapes.sizes import Dim, Size, divide, is_natural, not_negative,
 def _concat(node: Operation, known: Known) -> Sequence[Dims | None]:
     shapes = [shape_of(node, known, place) for place in range(len(node.inputs))]
     axis = normalized(node.attributes["axis"].as_int(), len(shapes[0]))
-    result: list[Dim | None] = [
-        next((shape[k] for shape in shapes if isinstance(shape[k], int)), shapes[0][k])
-        for k in range(len(shapes[0]))
-    ]
+    result: list[Dim | None] = []
+    for index, first_dim in enumerate(shapes[0]):
+        # Off the axis, all inputs agree: a number is more precise than a name.
+        numbers = (shape[index] for shape in shapes if isinstance(shape[index], int))
+        result.append(next(numbers, first_dim))
     result[axis] = sum(shape[axis] for shape in shapes)
     return [result]
 
@@ -27,24 +28,25 @@ def _concat(node: Operation, known: Known) -> Sequence[Dims | None]:
 @shape_rule("Split")
 def _split(node: Operation, known: Known) -> Sequence[Dims | None]:
     shape = shape_of(node, known)
-    axis, count = normalized(node.attributes.get_int("axis", 0), len(shape)), len(node.outputs)
+    axis = normalized(node.attributes.get_int("axis", 0), len(shape))
+    count = len(node.outputs)
     sizes: Sequence[Dim | None] | None = axes_of(node, known, "split")
     if sizes is None:
         total = shape[axis]
-        sizes = (
-            [None] * count
-            if len(node.inputs) > 1 or not isinstance(total, int) or total % count
-            else None
-        )
-        sizes = sizes or [divide(total, count)] * count
+        is_even = isinstance(total, int) and total % count == 0
+        sizes = [divide(total, count)] * count if is_even and len(node.inputs) < 2 else None
+    if sizes is None:
+        sizes = [None] * count
     return [[*shape[:axis], size, *shape[axis + 1 :]] for size in sizes]
 
 
 @shape_rule("Slice")
 def _slice(node: Operation, known: Known) -> Sequence[Dims | None]:
     shape = shape_of(node, known)
-    starts, ends = known.contents(node.inputs[1]), known.contents(node.inputs[2])
-    axes, steps = sliced_axes(node, known), axes_of(node, known, "steps", place=4)
+    starts = known.contents(node.inputs[1])
+    ends = known.contents(node.inputs[2])
+    axes = sliced_axes(node, known)
+    steps = axes_of(node, known, "steps", place=4)
     if axes is None:
         return [[None] * len(shape)]
     result: list[Dim | None] = list(shape)
@@ -59,32 +61,41 @@ def _slice(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 
 def sliced_axes(node: Operation, known: Known) -> list[int] | None:
-    """The axes that a ``Slice`` cuts, counted from the front; None where they are not known."""
-    axes, rank = axes_of(node, known, place=3), known.rank(node.inputs[0])
+    """The axes that a ``Slice`` cuts, counted from the front; None if they are not constant."""
+    axes = axes_of(node, known, place=3)
+    rank = known.rank(node.inputs[0])
     if axes is None and len(node.inputs) > 1 and not any(node.inputs[3:4]):
+        # Without axes, the first ones are sliced, as many as there are starts.
         starts = known.shape(node.inputs[1])
         count = starts[0] if starts else None
-        axes = list(range(count)) if isinstance(count, int) and count <= MOST_DIMENSIONS else None
-    return None if axes is None or rank is None else [normalized(axis, rank) for axis in axes]
+        if isinstance(count, int) and count <= MOST_DIMENSIONS:
+            axes = list(range(count))
+    if axes is None or rank is None:
+        return None
+    return [normalized(axis, rank) for axis in axes]
 
 
 def slice_bounds(node: Operation, known: Known) -> dict[int, tuple[int, int, int]] | None:
-    """Axis that a ``Slice`` cuts → start, end and step, as they are written; None where they are not constant."""
-    axes, starts, ends = (
-        sliced_axes(node, known),
-        axes_of(node, known, "starts", 1),
-        axes_of(node, known, "ends", 2),
-    )
+    """Sliced axis → start, end and step of the node; None if they are not constant."""
+    axes = sliced_axes(node, known)
+    starts = axes_of(node, known, "starts", 1)
+    ends = axes_of(node, known, "ends", 2)
     steps = axes_of(node, known, "steps", 4)
-    if axes is None or starts is None or ends is None or (steps is None and any(node.inputs[4:5])):
+    if axes is None or starts is None or ends is None:
         return None
-    return dict(zip(axes, zip(starts, ends, steps or [1] * len(axes), strict=True), strict=True))
+    has_steps = any(node.inputs[4:5])
+    if steps is None and has_steps:
+        return None
+    steps = steps or [1] * len(axes)
+    bounds = zip(starts, ends, steps, strict=True)
+    return dict(zip(axes, bounds, strict=True))
 
 
 def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:
-    """How many elements a slice of one axis takes; None where that depends on sizes that are not known."""
+    """The length of a slice along one axis; None if it depends on unknown sizes."""
     if step == 1:
-        first, last = _clamped(start, dim), _clamped(end, dim)
+        first = _clamped(start, dim)
+        last = _clamped(end, dim)
         if first is None or last is None:
             return None
         return not_negative(last - first)
@@ -94,9 +105,9 @@ def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:
 
 
 def _clamped(bound: Dim, dim: Dim) -> Dim | None:
-    """A bound of a slice, counted from the front and not past the end."""
+    """A bound of a slice, counted from the front and limited to the dimension."""
     if isinstance(bound, int):
-        if bound >= 2**31 - 1:
+        if bound >= 2**31 - 1:  # exporters write the largest integer for "to the end"
             return dim
         if bound < 0:
             bound = dim + bound
@@ -106,24 +117,27 @@ def _clamped(bound: Dim, dim: Dim) -> Dim | None:
         return dim if beyond > 0 else bound
     if bound == 0 or is_natural(dim - bound):
         return bound
-    return smaller_of(dim, bound) if isinstance(bound, int) or is_natural(bound) else None
+    if isinstance(bound, int) or is_natural(bound):
+        return smaller_of(dim, bound)
+    return None
 
 
 @shape_rule("Gather")
 def _gather(node: Operation, known: Known) -> Sequence[Dims | None]:
-    data, indices = shape_of(node, known), shape_of(node, known, 1)
+    data = shape_of(node, known)
+    indices = shape_of(node, known, 1)
     axis = normalized(node.attributes.get_int("axis", 0), len(data))
     return [[*data[:axis], *indices, *data[axis + 1 :]]]
 
 
 @content_rule("Gather")
 def _gathered_contents(node: Operation, known: Known) -> Contents | None:
-    contents, places = _table(node, known), known.contents(node.inputs[1])
+    contents = _table(node, known)
+    places = known.contents(node.inputs[1])
     if contents is None or places is None:
         return None
-    return np.asarray(
-        np.take(contents, places.astype(np.int64), node.attributes.get_int("axis", 0)), dtype=object
-    )
+    axis = node.attributes.get_int("axis", 0)
+    return np.asarray(np.take(contents, places.astype(np.int64), axis), dtype=object)
 
 
 @content_rule("GatherElements")
@@ -156,7 +170,8 @@ def _table(node: Operation, known: Known) -> Contents | None:
 
 @content_rule("Slice")
 def _sliced_contents(node: Operation, known: Known) -> Contents | None:
-    contents, bounds = known.contents(node.inputs[0]), slice_bounds(node, known)
+    contents = known.contents(node.inputs[0])
+    bounds = slice_bounds(node, known)
     if contents is None or bounds is None:
         return None
     index = [slice(None)] * contents.ndim

@@ -1,8 +1,8 @@
-"""ONNX Runtime's own operators (domain ``com.microsoft``), of which ONNX has no schemas.
+"""ONNX Runtime's operators (domain ``com.microsoft``), which have no schemas in ONNX.
 
-Source: ONNX Runtime's ``docs/ContribOperators.md``. What is not here keeps the shape that the file
-says. Those that compute an operator of ONNX with something added have the rule of that operator:
-``FusedConv`` is with ``Conv``.
+Source: ONNX Runtime's ``docs/ContribOperators.md``. The output of an operator that is not listed
+keeps the shape in the file. An operator that extends one of ONNX shares its rule: ``FusedConv`` is
+registered with ``Conv``.
 """
 
 from __future__ import annotations
@@ -45,13 +45,17 @@ _OTHERS = (
 
 
 shape_rule(*_LIKE_FIRST, domain=_DOMAIN)(like_first)
-shape_rule("SimplifiedLayerNormalization")(like_first)  # ONNX Runtime has it in the domain of ONNX
+# ONNX Runtime registers this operator in ONNX's domain.
+shape_rule("SimplifiedLayerNormalization")(like_first)
 
 
 def _product(right: int) -> Rule:
+    """The rule of a matrix product whose second factor is the input with index ``right``."""
+
     def rule(node: Operation, known: Known) -> Sequence[Dims | None]:
-        a, b = (list(shape_of(node, known, place)) for place in (0, right))
-        if node.attributes.get_int("transBatchA", 0):  # the rows stand before the batch
+        a = list(shape_of(node, known, 0))
+        b = list(shape_of(node, known, right))
+        if node.attributes.get_int("transBatchA", 0):  # the rows precede the batch
             a = [*a[1:-1], a[0], a[-1]]
         if node.attributes.get_int("transBatchB", 0):
             b = [*b[1:-1], b[0], b[-1]]
@@ -61,7 +65,9 @@ def _product(right: int) -> Rule:
             b[-2:] = reversed(b[-2:])
         if len(b) == 1:
             return [a[:-1]]
-        return [[*broadcast([tuple(a[:-2]), tuple(b[:-2])]), *a[-2:-1], b[-1]]]
+        batch = broadcast([tuple(a[:-2]), tuple(b[:-2])])
+        rows = a[-2:-1]  # none if the first factor is a vector
+        return [[*batch, *rows, b[-1]]]
 
     return rule
 
@@ -72,13 +78,15 @@ shape_rule("QGemm", domain=_DOMAIN)(_product(3))
 
 @shape_rule("MatMulNBits", "MatMulBnb4", domain=_DOMAIN)
 def _packed_product(node: Operation, known: Known) -> Sequence[Dims | None]:
-    return [[*shape_of(node, known)[:-1], node.attributes["N"].as_int()]]
+    columns = node.attributes["N"].as_int()
+    return [[*shape_of(node, known)[:-1], columns]]
 
 
 @shape_rule("GatherBlockQuantized", domain=_DOMAIN)
 def _packed_rows(node: Operation, known: Known) -> Sequence[Dims | None]:
-    data, indices = (list(shape_of(node, known, place)) for place in (0, 1))
-    if known.dtype(node.inputs[0]) == ir.DataType.UINT8:  # it holds several values in a byte
+    data = list(shape_of(node, known, 0))
+    indices = shape_of(node, known, 1)
+    if known.dtype(node.inputs[0]) == ir.DataType.UINT8:  # a byte holds several values
         data[-1] *= 8 // node.attributes.get_int("bits", 4)
     axis = node.attributes.get_int("gather_axis", 0) % len(data)
     return [[*data[:axis], *indices, *data[axis + 1 :]]]
@@ -86,7 +94,8 @@ def _packed_rows(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 @shape_rule("Attention", "QAttention", domain=_DOMAIN)
 def _attention(node: Operation, known: Known) -> Sequence[Dims | None]:
-    data, weights = shape_of(node, known), shape_of(node, known, 1)
+    data = shape_of(node, known)
+    weights = shape_of(node, known, 1)
     sizes: Sequence[int] = node.attributes.get_ints("qkv_hidden_sizes") or ()
     return [[*data[:2], sizes[2] if len(sizes) == 3 else divide(weights[1], 3)]]
 
@@ -94,34 +103,39 @@ def _attention(node: Operation, known: Known) -> Sequence[Dims | None]:
 @shape_rule("MultiHeadAttention", domain=_DOMAIN)
 def _multi_head(node: Operation, known: Known) -> Sequence[Dims | None]:
     query = shape_of(node, known)
-    if len(query) == 5:  # packed: batch, length, heads, 3, size of a head
+    if len(query) == 5:  # packed: batch, length, heads, 3, head size
         return [[*query[:2], query[2] * query[4]]]
     values = known.shape(node.inputs[2]) if len(node.inputs) > 2 else None
-    if values is not None:
-        return [[*query[:2], values[2] if len(values) == 3 else values[1] * values[3]]]
-    return [query]
+    if values is None:
+        return [query]
+    width = values[2] if len(values) == 3 else values[1] * values[3]
+    return [[*query[:2], width]]
 
 
 @shape_rule("GroupQueryAttention", domain=_DOMAIN)
 def _grouped_query(node: Operation, known: Known) -> Sequence[Dims | None]:
     batch, length, width = shape_of(node, known)
-    if node.inputs[1] is None:  # query, key and value in one
-        heads, shared = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
+    if node.inputs[1] is None:  # query, key and value are packed into one input
+        heads = node.attributes.get_int("num_heads", 0)
+        shared = node.attributes.get_int("kv_num_heads", 0)
         width = divide(width, heads + 2 * shared) * heads
-    past = (
-        known.shape(node.inputs[3]) if len(node.inputs) > 6 and node.inputs[3] is not None else None
-    )
-    total = known.contents(node.inputs[6]) if past is not None else None
-    if past is None or total is None or total.size != 1:
-        return [[batch, length, width]]
-    # of a buffer that past and present share: what is used of it
+    output = [batch, length, width]
+    has_past = len(node.inputs) > 6 and node.inputs[3] is not None
+    past = known.shape(node.inputs[3]) if has_past else None
+    if past is None:
+        return [output]
+    total = known.contents(node.inputs[6])
+    if total is None or total.size != 1:
+        return [output]
+    # Past and present may share a buffer: the present has the length that is in use.
     present = [*past[:2], total.item(), past[3]]
-    return [[batch, length, width], present, present]
+    return [output, present, present]
 
 
 @shape_rule("EmbedLayerNormalization", domain=_DOMAIN)
 def _embedding(node: Operation, known: Known) -> Sequence[Dims | None]:
-    ids, words = shape_of(node, known), shape_of(node, known, 2)
+    ids = shape_of(node, known)
+    words = shape_of(node, known, 2)
     return [[*ids, words[-1]]]
 
 
@@ -145,4 +159,6 @@ type_rule("QAttention", domain=_DOMAIN)(_type_of(3))
 
 @type_rule("QuantizeLinear", domain=_DOMAIN)
 def _type_of_zero_point(node: Operation, known: Known) -> ir.DataType | None:
-    return known.dtype(node.inputs[2]) if len(node.inputs) > 2 else ir.DataType.UINT8
+    if len(node.inputs) > 2:
+        return known.dtype(node.inputs[2])
+    return ir.DataType.UINT8

@@ -1,4 +1,4 @@
-"""Operators that sum: products of matrices and reductions; and those over space, such as convolutions and padding."""
+"""Operators that sum: matrix products and reductions; and spatial ones: convolutions, padding."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ from htp_export.shapes.operators.elementwise import broadcast
 from htp_export.shapes.sizes import Dim, divide, product
 
 _LARGEST_DENOMINATOR = 64
-"""Of a factor by which an open size is multiplied: others are numbers that were rounded, such as 1/3."""
+"""The largest denominator of a factor that scales an open size: others are rounded, such as 1/3."""
 
 
 @shape_rule("MatMul")
 def _matmul(node: Operation, known: Known) -> Sequence[Dims | None]:
-    a, b = shape_of(node, known), shape_of(node, known, 1)
+    a = shape_of(node, known)
+    b = shape_of(node, known, 1)
     left = a if len(a) > 1 else (1, *a)
     right = b if len(b) > 1 else (*b, 1)
-    ends = [*([left[-2]] if len(a) > 1 else []), *([right[-1]] if len(b) > 1 else [])]
-    return [[*broadcast([left[:-2], right[:-2]]), *ends]]
+    result = [*broadcast([left[:-2], right[:-2]])]
+    if len(a) > 1:
+        result.append(left[-2])
+    if len(b) > 1:
+        result.append(right[-1])
+    return [result]
 
 
 @content_rule("ReduceProd")
 def _product_contents(node: Operation, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])
     axes = axes_of(node, known)
-    if (
-        contents is None
-        or contents.ndim != 1
-        or (axes is not None and [normalized(axis, 1) for axis in axes] != [0])
-    ):
+    if contents is None or contents.ndim != 1:
+        return None
+    if axes is not None and [normalized(axis, 1) for axis in axes] != [0]:
         return None
     return objects(product(contents), [1] if node.attributes.get_int("keepdims", 1) else [])
 
@@ -49,46 +52,54 @@ def _product_contents(node: Operation, known: Known) -> Contents | None:
 @shape_rule("Conv", "MaxPool", "AveragePool", "LpPool")
 @shape_rule("FusedConv", domain="com.microsoft")
 def _window(node: Operation, known: Known) -> Sequence[Dims | None]:
-    """Convolutions and poolings; output sizes are those of the operators' definitions."""
+    """Output sizes of convolutions and poolings, by the formulas of their definitions."""
     data = shape_of(node, known)
     if node.op_type in ("Conv", "FusedConv"):
         weight = shape_of(node, known, 1)
-        channels, kernel = weight[0], node.attributes.get_ints("kernel_shape") or weight[2:]
+        channels = weight[0]
+        kernel = node.attributes.get_ints("kernel_shape") or weight[2:]
     else:
-        channels, kernel = data[1], node.attributes["kernel_shape"].as_ints()
+        channels = data[1]
+        kernel = node.attributes["kernel_shape"].as_ints()
     spatial = len(data) - 2
     strides = node.attributes.get_ints("strides") or [1] * spatial
     dilations = node.attributes.get_ints("dilations") or [1] * spatial
     pads = node.attributes.get_ints("pads") or [0] * (2 * spatial)
-    auto = node.attributes.get_string("auto_pad", "NOTSET")
+    auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
+    rounds_up = bool(node.attributes.get_int("ceil_mode", 0))
     result: list[Dim | None] = [data[0], channels]
-    for k, dim in enumerate(data[2:]):
-        reach = (kernel[k] - 1) * dilations[k] + 1
-        if auto in ("SAME_UPPER", "SAME_LOWER"):
-            result.append(divide(dim + strides[k] - 1, strides[k]))
+    for axis, dim in enumerate(data[2:]):
+        stride = strides[axis]
+        if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+            result.append(divide(dim + stride - 1, stride))
             continue
-        room = dim - reach + (0 if auto == "VALID" else pads[k] + pads[k + spatial])
-        is_even = isinstance(room, int) and room % strides[k] == 0
-        result.append(
-            None
-            if node.attributes.get_int("ceil_mode", 0) and not is_even
-            else divide(room, strides[k]) + 1
-        )
+        window = (kernel[axis] - 1) * dilations[axis] + 1
+        padding = 0 if auto_pad == "VALID" else pads[axis] + pads[axis + spatial]
+        room = dim - window + padding
+        is_even = isinstance(room, int) and room % stride == 0
+        result.append(None if rounds_up and not is_even else divide(room, stride) + 1)
     return [result] * len(node.outputs)
 
 
 @shape_rule("Pad")
 def _pad(node: Operation, known: Known) -> Sequence[Dims | None]:
     shape = shape_of(node, known)
+    rank = len(shape)
     pads = known.contents(node.inputs[1]) if len(node.inputs) > 1 else None
-    if pads is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
-        return [[None] * len(shape)]
-    return [[dim + pads[k] + pads[k + len(shape)] for k, dim in enumerate(shape)]]
+    has_axes = len(node.inputs) > 3 and node.inputs[3] is not None
+    if pads is None or has_axes:
+        return [[None] * rank]
+    result = []
+    for axis, dim in enumerate(shape):
+        before = pads[axis]
+        after = pads[axis + rank]
+        result.append(dim + before + after)
+    return [result]
 
 
 @shape_rule("Resize")
 def _resize(node: Operation, known: Known) -> Sequence[Dims | None]:
-    """The sizes that are asked for, or the old ones times factors, rounded down."""
+    """The requested sizes, or the sizes times the scales, rounded down."""
     shape = shape_of(node, known)
     if node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
         return [[None] * len(shape)]
@@ -96,18 +107,22 @@ def _resize(node: Operation, known: Known) -> Sequence[Dims | None]:
     result: list[Dim | None] = list(shape)
     sizes = node.inputs[3] if len(node.inputs) > 3 else None
     wanted = known.contents(sizes)
-    factors = known.array(node.inputs[2]) if len(node.inputs) > 2 else None
-    for place, axis in enumerate(axes):
-        size = shape[axis]
+    scales = known.array(node.inputs[2]) if len(node.inputs) > 2 else None
+    for index, axis in enumerate(axes):
         if sizes is not None:
-            result[axis] = None if wanted is None else wanted[place]
-        elif factors is None:
+            result[axis] = None if wanted is None else wanted[index]
+        elif scales is None:
             result[axis] = None
-        elif isinstance(size, int):
-            result[axis] = math.floor(size * float(factors[place]))
         else:
-            factor = Fraction(float(factors[place]))
-            # others are rounded, and sizes with them
-            exact = factor.denominator <= _LARGEST_DENOMINATOR
-            result[axis] = divide(size * factor.numerator, factor.denominator) if exact else None
+            result[axis] = _scaled(shape[axis], float(scales[index]))
     return [result]
+
+
+def _scaled(size: Dim, scale: float) -> Dim | None:
+    """A size times a scale, rounded down; None for an open size and a scale that was rounded."""
+    if isinstance(size, int):
+        return math.floor(size * scale)
+    factor = Fraction(scale)
+    if factor.denominator > _LARGEST_DENOMINATOR:
+        return None
+    return divide(size * factor.numerator, factor.denominator)

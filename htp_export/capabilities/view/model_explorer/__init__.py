@@ -1,1 +1,1 @@
-"""Models as Model Explorer draws them: graphs, overlays, its adapter, and its own application inside a page."""
+"""Model Explorer: its graphs and overlays, its adapter, and its own application inside a page."""

@@ -1,8 +1,7 @@
-"""Model Explorer's own web application, taken out of its wheel so that it runs inside a page without a server.
+"""Model Explorer's web application, extracted from its wheel, to run in a page without a server.
 
-What it asks a server for is answered by ``page/assets/frame.js``. That contract is not documented
-by Model Explorer: others than the versions that it was tested with, those of the extra ``view``,
-are refused.
+``page/assets/frame.js`` answers its requests to the server. Model Explorer does not document them:
+only the tested versions, which the extra ``view`` requires, are accepted.
 """
 
 from __future__ import annotations
@@ -23,22 +22,26 @@ _TESTED = ("0.1.33", "0.1.34")  # the versions that tests/view/test_view_page.py
 _INSTALL = "install it with: pip install 'htp-export[view]'"
 _IMAGES = (".png", ".json", ".svg")
 _LATIN = "U+0000-00FF"
-# The frame has no address of its own, so the application is given one; see frame.js.
+# The frame has no address of its own: the application gets one; see frame.js.
 _MOVED = (
     (r"(?<![.\w])(?:window|document)\.location\b", "htpLocation"),
     (r"(?<![.\w])window\.history\b", "htpHistory"),
     (r"\bimport\.meta\.url\b", "htpLocation.href"),
 )
-# Settings of its own, as it keeps them: layers that hold one node stay layers.
+# The application's settings, in its own format: layers with a single node stay layers.
 _SETTINGS = {"model_explorer_settings": json.dumps({"keep_layers_with_a_single_child": True})}
 
 
 class MissingApplicationError(InputError):
-    """Model Explorer is not installed, or is a version whose application cannot be put into a page."""
+    """Model Explorer is not installed, or its version cannot be put into a page."""
 
 
 def application(prelude: str) -> dict[str, Any]:
-    """The application's scripts, style and files, as plain data; a `MissingApplicationError` if there is none."""
+    """The scripts, style and files of the application, as plain data.
+
+    Raises:
+        MissingApplicationError: It is not installed, or not in a tested version.
+    """
     folder = _folder()
     scripts = {name: next(folder.glob(f"{name}-*.js")) for name in ("main", "polyfills", "worker")}
     style = next(folder.glob("styles-*.css"))
@@ -60,13 +63,15 @@ def application(prelude: str) -> dict[str, Any]:
 
 
 def packed(data: Any) -> str:
-    """Data as compressed JSON in base64, the same for the same data."""
+    """Data as compressed JSON in base64; equal for equal data."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
 
 
 def _folder() -> Path:
-    spec = util.find_spec("model_explorer")  # found, not imported: that starts a part of its server
+    """The folder of the installed application, if its version was tested."""
+    # `find_spec` does not import the package, which would start a part of its server.
+    spec = util.find_spec("model_explorer")
     if spec is None or not spec.submodule_search_locations:
         raise MissingApplicationError(f"it is not installed; {_INSTALL}")
     folder = Path(spec.submodule_search_locations[0]) / "web_app"
@@ -81,15 +86,13 @@ def _folder() -> Path:
 def _file(path: Path) -> dict[str, str]:
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     if path.suffix in (".js", ".json", ".svg"):
-        return {
-            "type": "text/javascript" if path.suffix == ".js" else kind,
-            "text": path.read_text(encoding="utf-8"),
-        }
+        text_kind = "text/javascript" if path.suffix == ".js" else kind
+        return {"type": text_kind, "text": path.read_text(encoding="utf-8")}
     return {"type": kind, "base64": base64.b64encode(path.read_bytes()).decode()}
 
 
 def _with_fonts(style: str, folder: Path) -> str:
-    """The style sheet with the fonts of Latin letters and icons in it, and without the others."""
+    """Inline the fonts of Latin letters and icons in a style sheet, and remove all others."""
 
     def face(rule: re.Match[str]) -> str:
         if "unicode-range" in rule.group() and _LATIN not in rule.group():

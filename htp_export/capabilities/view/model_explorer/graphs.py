@@ -1,7 +1,7 @@
-"""A model as Model Explorer's graph, and what other viewers show beside a file: its overlays, Netron's sidecar.
+"""A model as Model Explorer's graph, and sidecars of viewers: overlays, Netron's metadata.
 
-Modules are layers: the namespaces of nodes. See ``graph_builder.py`` of ``ai-edge-model-explorer``
-for the fields.
+Modules are layers: the namespaces of nodes. ``graph_builder.py`` of ``ai-edge-model-explorer``
+documents the fields.
 """
 
 from __future__ import annotations
@@ -20,61 +20,61 @@ from htp_export.reporting.tag_facts import evidence_of
 
 GRAPH_ID = "model"
 _KEEPER = "htp.layer"
-"""Label of the nodes that are not drawn, which keep Model Explorer from dissolving layers of one node."""
+"""Label of hidden nodes, which keep Model Explorer from dissolving layers with a single node."""
 
 
 def graph_of(
     inventory: Inventory, measures: Sequence[Measure] = (), keep_layers: bool = True
 ) -> dict[str, Any]:
-    """The graph, with the measures among the attributes of its layers.
+    """The graph, with the measures as attributes of its layers.
 
-    With ``keep_layers``, it has nodes that are not drawn, so that layers that hold a single node
-    stay layers whatever the viewer's settings say.
+    With ``keep_layers``, hidden nodes keep layers with a single node, independent of the viewer's
+    settings.
     """
-    names, layers = node_ids(inventory), layers_of(inventory)
+    names = node_ids(inventory)
+    layers = layers_of(inventory)
     nodes = [
         _node(node, names[position], layers[position], names)
         for position, node in enumerate(inventory.nodes)
     ]
     ends = _ends(inventory, nodes)
-    drawn = {
-        path: module
-        for path, module in inventory.modules.items()
-        if path and (module.nodes or module.calls)
-    }
+    attributes = {"": _facts(inventory)}
+    for path, module in inventory.modules.items():
+        if path and (module.nodes or module.calls):
+            attributes[inventory.spaces[path]] = _attributes(module, measures)
     kept = [layer for layer in dict.fromkeys(layers) if layer and keep_layers]
+    keepers = [_plain(f"{_KEEPER} {layer}", _KEEPER, layer) for layer in kept]
     return {
         "id": GRAPH_ID,
-        "nodes": [*nodes, *ends, *(_plain(f"{_KEEPER} {layer}", _KEEPER, layer) for layer in kept)],
-        "groupNodeAttributes": {"": _facts(inventory)}
-        | {inventory.spaces[path]: _attributes(module, measures) for path, module in drawn.items()},
+        "nodes": [*nodes, *ends, *keepers],
+        "groupNodeAttributes": attributes,
         "nodeLabelsToHide": [_KEEPER],
     }
 
 
 def node_ids(inventory: Inventory) -> list[str]:
-    """What each node is called in the graph: its name, and its place too where it has none or another has the same."""
+    """The identifiers of nodes: their names; with their positions if absent or not unique."""
     times = Counter(node.name for node in inventory.nodes)
-    return [
-        node.name
-        if node.name and times[node.name] == 1
-        else f"{node.name or node.operator}#{position}"
-        for position, node in enumerate(inventory.nodes)
-    ]
+    identifiers = []
+    for position, node in enumerate(inventory.nodes):
+        if node.name and times[node.name] == 1:
+            identifiers.append(node.name)
+        else:
+            identifiers.append(f"{node.name or node.operator}#{position}")
+    return identifiers
 
 
 def layers_of(inventory: Inventory) -> list[str]:
-    """The layer that each node lies in: that of its owner, or the deepest one above all its owners."""
+    """The layer of each node: that of its owner, or of its owners' common ancestor."""
     return [inventory.spaces[node.module] for node in inventory.nodes]
 
 
 def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) -> dict[str, Any]:
+    """A node in Model Explorer's format."""
     facts = {
         "name": node.name,
         "module": node.module or "(root)",
-        "owners": ", ".join(owner or "(root)" for owner in node.owners)
-        if len(node.owners) > 1
-        else "",
+        "owners": _several_owners(node),
         "known by": node.reason,
         "call": node.call,
         "source": _end(f"{node.source.file}:{node.source.line}") if node.source else "",
@@ -84,48 +84,52 @@ def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) ->
     drawn = _plain(identifier, node.operator, layer)
     drawn["attrs"] = _attributes_of(facts)
     drawn["incomingEdges"] = [
-        _edge(names[link.node], link.output, place)
-        for place, link in enumerate(node.inputs)
+        _edge(names[link.node], link.output, index)
+        for index, link in enumerate(node.inputs)
         if link.node is not None
     ]
     drawn["inputsMetadata"] = [
-        {"id": str(place), "attrs": _attributes_of({"__tensor_tag": link.tensor})}
-        for place, link in enumerate(node.inputs)
+        {"id": str(index), "attrs": _attributes_of({"__tensor_tag": link.tensor})}
+        for index, link in enumerate(node.inputs)
         if link.tensor
     ]
-    drawn["outputsMetadata"] = [
-        {
-            "id": str(place),
-            "attrs": _attributes_of({"__tensor_tag": out.name, "tensor_shape": out.type or "?"}),
-        }
-        for place, out in enumerate(node.outputs)
-    ]
+    for index, out in enumerate(node.outputs):
+        attrs = _attributes_of({"__tensor_tag": out.name, "tensor_shape": out.type or "?"})
+        drawn["outputsMetadata"].append({"id": str(index), "attrs": attrs})
     return drawn
 
 
+def _several_owners(node: NodeEntry) -> str:
+    """The owners of a node as text, if there are several."""
+    if len(node.owners) < 2:
+        return ""
+    return ", ".join(owner or "(root)" for owner in node.owners)
+
+
 def _ends(inventory: Inventory, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The model's inputs and outputs; the nodes that read an input get their edges."""
+    """The model's inputs and outputs as nodes; adds the edges from inputs to their consumers."""
     ends = []
-    made_by = {tensor.name: (f"[value] {tensor.name}", 0) for tensor in inventory.inputs}
+    producers = {tensor.name: (f"[value] {tensor.name}", 0) for tensor in inventory.inputs}
     for tensor in inventory.inputs:
-        end = _plain(made_by[tensor.name][0], f"Input: {tensor.name}", "")
+        end = _plain(producers[tensor.name][0], f"Input: {tensor.name}", "")
         end["attrs"] = _attributes_of({"name": tensor.name})
         end["outputsMetadata"] = [
             {"id": "0", "attrs": _attributes_of({"tensor_shape": tensor.type or "?"})}
         ]
         ends.append(end)
     for entry, drawn in zip(inventory.nodes, nodes, strict=True):
-        drawn["incomingEdges"] += [
-            _edge(*made_by[link.tensor], place)
-            for place, link in enumerate(entry.inputs)
-            if link.node is None and link.tensor in made_by
-        ]
+        for index, link in enumerate(entry.inputs):
+            if link.node is None and link.tensor in producers:
+                drawn["incomingEdges"].append(_edge(*producers[link.tensor], index))
     for entry, drawn in zip(inventory.nodes, nodes, strict=True):
-        made_by |= {out.name: (drawn["id"], place) for place, out in enumerate(entry.outputs)}
+        for index, out in enumerate(entry.outputs):
+            producers[out.name] = (drawn["id"], index)
     for tensor in inventory.outputs:
         end = _plain(f"[output] {tensor.name}", f"Output: {tensor.name}", "")
         end["attrs"] = _attributes_of({"name": tensor.name})
-        end["incomingEdges"] = [_edge(*made_by[tensor.name], 0)] if tensor.name in made_by else []
+        end["incomingEdges"] = (
+            [_edge(*producers[tensor.name], 0)] if tensor.name in producers else []
+        )
         ends.append(end)
     return ends
 
@@ -143,6 +147,7 @@ def _attributes_of(facts: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _plain(identifier: str, label: str, namespace: str) -> dict[str, Any]:
+    """A node with empty lists of edges and metadata."""
     lists: dict[str, Any] = {
         name: [] for name in ("attrs", "incomingEdges", "inputsMetadata", "outputsMetadata")
     }
@@ -150,6 +155,7 @@ def _plain(identifier: str, label: str, namespace: str) -> dict[str, Any]:
 
 
 def _facts(inventory: Inventory) -> dict[str, str]:
+    """Title → text of the attributes of the whole model."""
     ends = len(inventory.inputs) + len(inventory.outputs)
     facts = {
         "model": inventory.name,
@@ -165,6 +171,7 @@ def _facts(inventory: Inventory) -> dict[str, str]:
 
 
 def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, str]:
+    """Title → text of the attributes of a layer."""
     facts = {
         "module": module.path,
         "class": module.class_name,
@@ -174,9 +181,7 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
         "calls": str(module.calls) if module.calls > 1 else "",
         "parameters": number_text(module.parameters) if module.parameters else "",
         "weights": number_text(module.weight_bytes, "B") if module.weight_bytes else "",
-        "operators": ", ".join(
-            f"{operator} {count}" for operator, count in module.operators.items()
-        ),
+        "operators": ", ".join(f"{op} {count}" for op, count in module.operators.items()),
         "owners known from": ", ".join(map(str, evidence_of(module.reasons))),
         "inputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.inputs),
         "outputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.outputs),
@@ -187,34 +192,30 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
         if value is not None:
             facts[measure.title] = number_text(value, measure.unit)
         if module.path in measure.words:
-            facts[measure.title if measure.named else f"{measure.title}, in words"] = measure.words[
-                module.path
-            ]
+            title = measure.title if measure.named else f"{measure.title}, in words"
+            facts[title] = measure.words[module.path]
     return {key: value for key, value in facts.items() if value}
 
 
 def _end(source: str) -> str:
-    """The end of a path, which says enough: the file and the folder that it is in."""
+    """The end of a path: the file and its folder."""
     return "/".join(source.replace("\\", "/").split("/")[-2:])
 
 
-_LAYER = "___group___"  # what Model Explorer puts after a namespace to name the layer
-_COLOURS = ("#ffffff", "#ffe9a8", "#f9a35c", "#d7301f")  # from nothing to the most
+_LAYER = "___group___"  # suffix by which Model Explorer names the layer of a namespace
+_COLOURS = ("#ffffff", "#ffe9a8", "#f9a35c", "#d7301f")  # from zero to the largest value
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool")
-"""In the order of their colours, which are the same in every file."""
+"""Element types in the order of their colours, which are the same for every file."""
 
 
 def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
     """A measure as node data, coloured from the smallest to the largest value.
 
-    Errors, which span many powers of ten, are coloured by these.
+    Errors span many powers of ten: their colours follow the logarithm.
     """
     if measure.named:
-        of_nodes = (
-            next((measure.words[owner] for owner in node.owners if owner in measure.words), None)
-            for node in inventory.nodes
-        )
-        return _words_overlay(measure.title, of_nodes, measure.words.values(), inventory)
+        words = [_word_of_owner(measure, node) for node in inventory.nodes]
+        return _words_overlay(measure.title, words, measure.words.values(), inventory)
     results: dict[str, dict[str, Any]] = {}
     values = spread(measure, inventory)
     finite = [abs(value) for value in values if value is not None and math.isfinite(value)]
@@ -231,27 +232,36 @@ def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
 
 
 def dtype_overlay(inventory: Inventory) -> dict[str, Any]:
-    """The element type of what each node makes."""
-    dtypes = [
-        node.outputs[0].type.partition("[")[0] if node.outputs else "" for node in inventory.nodes
-    ]
+    """The element type of each node's first output."""
+    dtypes = [_dtype(node) for node in inventory.nodes]
     return _words_overlay("dtype", dtypes, _DTYPES, inventory)
+
+
+def _dtype(node: NodeEntry) -> str:
+    if node.outputs:
+        return node.outputs[0].type.partition("[")[0]
+    return ""
+
+
+def _word_of_owner(measure: Measure, node: NodeEntry) -> str | None:
+    words = (measure.words[owner] for owner in node.owners if owner in measure.words)
+    return next(words, None)
 
 
 def _words_overlay(
     name: str, words: Iterable[str | None], first: Iterable[str], inventory: Inventory
 ) -> dict[str, Any]:
-    """The word of each node, with a colour for each word; words have no sum and no mean."""
+    """The word of each node, with a colour for each word. ``first`` words have the first colours.
+
+    Words have no sum and no mean.
+    """
     listed = list(words)
-    colours = {
-        word: _hue(place)
-        for place, word in enumerate(dict.fromkeys((*first, *filter(None, listed))))
-    }
-    results = {
-        identifier: {"value": word, "bgColor": colours[word]}
-        for identifier, word in zip(node_ids(inventory), listed, strict=True)
-        if word
-    }
+    distinct = dict.fromkeys((*first, *filter(None, listed)))
+    colours = {word: _hue(index) for index, word in enumerate(distinct)}
+    results = {}
+    for identifier, word in zip(node_ids(inventory), listed, strict=True):
+        if word:
+            results[identifier] = {"value": word, "bgColor": colours[word]}
     return {
         "name": name,
         "results": results,
@@ -261,24 +271,25 @@ def _words_overlay(
 
 
 def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
-    """What ``page/assets/explorer.js`` reads: answers to Model Explorer's application, and where modules are in it.
+    """The data of ``page/assets/explorer.js``: Model Explorer's input, and where modules are.
 
-    The viewer shows the last overlay at first, which is that of the first measure.
+    The viewer first shows the last overlay, which is that of the first measure.
     """
-    overlays = [overlay_of(measure, inventory) for measure in reversed(measures) if measure.main]
+    measured = [overlay_of(measure, inventory) for measure in reversed(measures) if measure.main]
+    overlays = [
+        {"name": overlay["name"], "data": {GRAPH_ID: overlay}}
+        for overlay in (dtype_overlay(inventory), *measured)
+        if overlay["results"]
+    ]
     spaces = {path: inventory.spaces[path] for path in drawn_parents(inventory.modules)}
     return {
         "graphs": {"graphs": [graph_of(inventory, measures, keep_layers=False)]},
-        "overlays": [
-            {"name": overlay["name"], "data": {GRAPH_ID: overlay}}
-            for overlay in (dtype_overlay(inventory), *overlays)
-            if overlay["results"]
-        ],
+        "overlays": overlays,
         "label": "model",
         "collection": "model",
         "graph": GRAPH_ID,
-        # Namespaces alone: the script lists the layers around each, which for deep models are too
-        # long to write down.
+        # Only the namespaces: the script lists the layers around each, which would be too long for
+        # deep models.
         "layer": _LAYER,
         "places": {
             "modules": [space or None for space in spaces.values()],
@@ -288,23 +299,28 @@ def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]
 
 
 def _shown(value: float) -> float:
-    """Counts as they are, measured numbers to six digits."""
+    """A count as it is; a measured number with six digits."""
     return value if value.is_integer() else float(f"{value:.6g}")
 
 
 def _colour(value: float, most: float, additive: bool) -> str:
+    """The colour of a value, relative to the largest."""
     if not math.isfinite(value):
         return _COLOURS[-1]
     if not value or not most:
         return _COLOURS[0]
-    part = abs(value) / most if additive else max(0.0, 1 + math.log10(abs(value) / most) / 6)
+    if additive:
+        part = abs(value) / most
+    else:
+        # Six powers of ten span the colours: errors below a millionth of the largest are white.
+        part = max(0.0, 1 + math.log10(abs(value) / most) / 6)
     position = min(max(part, 0.0), 1.0) * (len(_COLOURS) - 1)
     low = min(int(position), len(_COLOURS) - 2)
     return _mixed(_COLOURS[low], _COLOURS[low + 1], position - low)
 
 
 def _hue(place: int) -> str:
-    """Light colours a golden angle apart, as the page has them for classes."""
+    """Light colours a golden angle apart, as the page has for classes."""
     channels = colorsys.hls_to_rgb((210 + place * 137.5) % 360 / 360, 0.86, 0.52)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
@@ -315,7 +331,10 @@ def _mixed(low: str, high: str, part: float) -> str:
 
 
 def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) -> dict[str, Any]:
-    """The sidecar of a model; the metrics of a node are the measures, with the numbers of its module beside them."""
+    """The sidecar of a model: tags of nodes as metadata, and measures of nodes as metrics.
+
+    A metric of a node is followed by that of its module.
+    """
     times = Counter(node.name for node in inventory.nodes)
     named = [
         (position, node)
@@ -324,44 +343,44 @@ def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) ->
     ]
     metadata, metrics = [], []
     for _, node in named:
-        owner = inventory.modules.get(node.owners[0]) if len(node.owners) == 1 else None
-        facts = {
-            "module": (node.module or "(root)") if node.owners else "",
-            "class": owner.simple_class if owner else "",
-            "owners": ", ".join(path or "(root)" for path in node.owners)
-            if len(node.owners) > 1
-            else "",
-            "call": node.call,
-            "source": f"{node.source.file.rpartition('/')[2]}:{node.source.line}"
-            if node.source
-            else "",
-        }
-        facts |= {
-            measure.title: measure.words.get(node.module, "")
-            for measure in measures
-            if measure.named
-        }
-        metadata += [
-            _entry("node", node.name, name, value) for name, value in facts.items() if value
-        ]
+        facts = _netron_facts(node, inventory, measures)
+        metadata += [_entry("node", node.name, *fact) for fact in facts.items() if fact[1]]
     for measure in measures:
         values = spread(measure, inventory)
         for position, node in named:
-            value = values[position]
-            if value is not None:
-                metrics.append(
-                    _entry("node", node.name, measure.title, number_text(value, measure.unit))
-                )
+            number = values[position]
+            if number is not None:
+                text = number_text(number, measure.unit)
+                metrics.append(_entry("node", node.name, measure.title, text))
             total = measure.total.get(node.module)
             if total is not None and measure.additive and math.isfinite(total):
                 text = number_text(total, measure.unit)
                 metrics.append(_entry("node", node.name, f"{measure.title} of the module", text))
         model_total = measure.total.get("")
         if model_total is not None:
-            metrics.append(
-                _entry("model", "", measure.title, number_text(model_total, measure.unit))
-            )
+            text = number_text(model_total, measure.unit)
+            metrics.append(_entry("model", "", measure.title, text))
     return {"signature": "netron:attachment", "metadata": metadata, "metrics": metrics}
+
+
+def _netron_facts(
+    node: NodeEntry, inventory: Inventory, measures: Sequence[Measure]
+) -> dict[str, str]:
+    """Title → text of the metadata of a node."""
+    owner = inventory.modules.get(node.owners[0]) if len(node.owners) == 1 else None
+    facts = {
+        "module": (node.module or "(root)") if node.owners else "",
+        "class": owner.simple_class if owner else "",
+        "owners": _several_owners(node),
+        "call": node.call,
+        "source": "",
+    }
+    if node.source:
+        facts["source"] = f"{node.source.file.rpartition('/')[2]}:{node.source.line}"
+    for measure in measures:
+        if measure.named:
+            facts[measure.title] = measure.words.get(node.module, "")
+    return facts
 
 
 def _entry(kind: str, target: str, name: str, value: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Model Explorer's adapter: ``model-explorer model.onnx --extensions=htp_export.capabilities.view.model_explorer``.
+"""Model Explorer's adapter: ``--extensions=htp_export.capabilities.view.model_explorer``.
 
-Model Explorer imports the module ``main`` of what it is given as an extension.
+Model Explorer imports the module ``main`` of an extension.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from htp_export.editing.flattening import read_flat
 
 
 class HtpExportAdapter(model_explorer.Adapter):  # type: ignore[misc]
-    """Opens ONNX files with their modules as layers, each with its class, fate, parameters and operators."""
+    """Opens ONNX files with their modules as layers: class, fate, parameters and operators."""
 
     metadata = model_explorer.AdapterMetadata(
         id="htp_export",
@@ -26,7 +26,7 @@ class HtpExportAdapter(model_explorer.Adapter):  # type: ignore[misc]
     )
 
     def convert(self, model_path: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """The graph of a file. Model Explorer makes JSON of its own classes, and leaves what they hold as it is."""
+        """The graph of a file. Model Explorer serializes its own classes, and dicts inside them."""
         drawn = graph_of(take_inventory(read_flat(model_path)))
         nodes = [graph_builder.GraphNode(**node) for node in drawn.pop("nodes")]
         return {"graphs": [graph_builder.Graph(nodes=nodes, **drawn)]}

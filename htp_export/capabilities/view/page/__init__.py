@@ -1,1 +1,1 @@
-"""A model as one HTML file that loads nothing from anywhere."""
+"""A model as one HTML file that loads nothing from elsewhere."""

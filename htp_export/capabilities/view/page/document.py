@@ -1,9 +1,8 @@
-r"""The HTML file: a template, its styles and scripts, and data, put together so that no name in it can act.
+r"""The HTML file: template, styles, scripts and data, put together so that no name in it can act.
 
-Data stands in ``<script type="application/json">``, with every ``<`` written as ``\u003c``; the
-scripts put text into the page as text. The policy of the page forbids all requests, and all scripts
-but its own, which it names by their hashes, and those that these make (``blob:``, for the frame of
-Model Explorer).
+Data is inside ``<script type="application/json">``, with ``\u003c`` in place of every ``<``; the
+scripts insert text as text. The policy of the page forbids all requests, and all scripts but its
+own, listed by their hashes, and scripts that these create (``blob:``, for Model Explorer).
 """
 
 from __future__ import annotations
@@ -19,7 +18,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.view.inventory import Inventory, ModuleEntry, NodeEntry, TensorEntry
+from htp_export.capabilities.view.inventory import (
+    Inventory,
+    ModuleEntry,
+    NodeEntry,
+    TensorEntry,
+    WeightStatistics,
+)
 from htp_export.capabilities.view.measures import Measure, spread
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -46,7 +51,7 @@ SCRIPTS = (
     ),
     *("layers.js", "follow.js", "graph.js", "front.js", "explorer.js", "main.js"),
 )
-"""The scripts of the page of a model, in the order in which they run."""
+"""The scripts of the page of a model, in execution order."""
 
 _DATA_URLS = "img-src data: blob:; font-src data: blob:; media-src 'none'"
 
@@ -60,7 +65,7 @@ def document(
     style: Sequence[str] = ("page.css",),
     scripts: Sequence[str] = SCRIPTS,
 ) -> str:
-    """A whole HTML document, made of one of the package's templates with style sheets and scripts.
+    """Build an HTML document from a template of the package, style sheets and scripts.
 
     The scripts read ``data`` and, by ``id``, ``more``, which are plain data; they unpack
     ``packed``, in base64.
@@ -71,36 +76,32 @@ def document(
         f"default-src 'none'; script-src {hashes} blob:; worker-src blob:; style-src 'unsafe-inline' blob:; "
         f"{_DATA_URLS}; form-action 'none'"
     )
+    texts = {name: as_script_text(value) for name, value in (more or {}).items()}
+    elements = [_data_element("application/json", name, text) for name, text in texts.items()]
+    for name, text in (packed or {}).items():
+        elements.append(_data_element("application/octet-stream", name, text))
     parts = {
         "policy": policy,
         "title": html.escape(title),
         "style": "\n" + "\n".join(map(asset, style)),
         "data": as_script_text(data),
-        "more": "\n".join(
-            [
-                f'<script type="{kind}" id="{identifier}">{text}</script>'
-                for kind, texts in (
-                    (
-                        "application/json",
-                        {name: as_script_text(value) for name, value in (more or {}).items()},
-                    ),
-                    ("application/octet-stream", packed or {}),
-                )
-                for identifier, text in texts.items()
-            ]
-        ),
+        "more": "\n".join(elements),
         "scripts": "\n".join(f"<script>{source}</script>" for source in sources),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place.group(1)], asset(template))
 
 
+def _data_element(kind: str, identifier: str, text: str) -> str:
+    return f'<script type="{kind}" id="{identifier}">{text}</script>'
+
+
 def asset(name: str) -> str:
-    """A file of the page, as it lies in the package."""
+    """The text of a file of the page in the package."""
     return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
 def as_script_text(data: Mapping[str, Any] | Sequence[Any]) -> str:
-    """JSON that may stand inside a script element."""
+    """JSON that is safe inside a script element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -108,7 +109,7 @@ def _hash(source: str) -> str:
     return base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
 
 
-# statistics that are written with four digits; the others are counts
+# Statistics that are written with four digits; the others are counts.
 _DIGITS = ("mean", "std", "least", "most")
 
 
@@ -118,20 +119,26 @@ def page_data(
     missing_explorer: str = "",
     file: str = "",
 ) -> dict[str, Any]:
-    """The data of one graph of a page, in which measures are columns besides those that every page has.
+    """The data of one graph of a page; measures are additional columns.
 
-    Modules that hold others and never ran themselves are left out: their names stand before those
-    of what they hold. ``missing_explorer`` says why Model Explorer is not in the page; it is empty
-    where it is. ``file`` is the name that the user gave, for commands to copy.
+    Containers that never ran themselves are omitted: their names are prefixes of their children's.
+    ``missing_explorer`` is the reason why Model Explorer is not in the page; empty if it is.
+    ``file`` is the name that the user passed, for commands to copy.
     """
     above = drawn_parents(inventory.modules)
     place = {path: position for position, path in enumerate(above)}
-    modules = [inventory.modules[path] for path in above]
-    named = f"./{file}" if file.startswith("-") else file if file.isprintable() else ""
+    modules = []
+    typed = [*inventory.inputs, *inventory.constants]
+    for path, parent in above.items():
+        module = inventory.modules[path]
+        modules.append(_module(module, None if parent is None else place[parent]))
+        typed.extend(module.weights)
+    repeated = [[place[path] for path in run] for run in _repeats(above, inventory, measures)]
+    argument = _as_argument(file)
     return {
         "name": inventory.name,
-        "file": named,
-        "offer": _offer(inventory, measures, named),
+        "file": argument,
+        "offer": _offer(inventory, measures, argument),
         "facts": _facts(inventory),
         "tags": tags_data(inventory.tags),
         "advice": [in_both(text) for text in (inventory.tags.advice, *inventory.notes) if text],
@@ -139,43 +146,44 @@ def page_data(
         "inputs": _tensors(inventory.inputs),
         "outputs": _tensors(inventory.outputs),
         "count": len(inventory.modules),
-        "fates": {
-            fate: {"meaning": fate.meaning, "tone": fate.tone, "remark": fate.remark}
-            for fate in Fate
-        },
-        "modules": [
-            _module(module, None if (parent := above[module.path]) is None else place[parent])
-            for module in modules
-        ],
+        "fates": {fate: _fate(fate) for fate in Fate},
+        "modules": modules,
         "nodes": [_node(node) for node in inventory.nodes],
-        "types": {tensor.name: tensor.type for tensor in _given(inventory, modules) if tensor.type},
+        "types": {tensor.name: tensor.type for tensor in typed if tensor.type},
         "values": {tensor.name: tensor.value for tensor in inventory.constants if tensor.value},
-        "statistics": {
-            name: {
-                key: float(f"{value:.4g}") if key in _DIGITS else value
-                for key, value in vars(statistics).items()
-            }
-            for name, statistics in inventory.statistics.items()
-        },
-        "repeats": [[place[path] for path in run] for run in _repeats(above, inventory, measures)],
+        "statistics": {name: _rounded(entry) for name, entry in inventory.statistics.items()},
+        "repeats": repeated,
         "measures": [_measure(measure, list(above), inventory) for measure in measures],
         "missing_explorer": in_both(missing_explorer),
     }
 
 
+def _fate(fate: Fate) -> dict[str, str]:
+    return {"meaning": fate.meaning, "tone": fate.tone, "remark": fate.remark}
+
+
+def _as_argument(file: str) -> str:
+    """A file name as an argument of a command; empty if it cannot be typed."""
+    if file.startswith("-"):
+        return f"./{file}"
+    return file if file.isprintable() else ""
+
+
+def _rounded(statistics: WeightStatistics) -> dict[str, float]:
+    entries = vars(statistics).items()
+    return {key: float(f"{value:.4g}") if key in _DIGITS else value for key, value in entries}
+
+
 def _offer(inventory: Inventory, measures: Sequence[Measure], file: str) -> str:
-    """The command that measures the times that are not among the measures; ``""`` where there is none."""
-    if (
-        not file
-        or inventory.tags.source == "none"
-        or any(measure.key == "total_ms" for measure in measures)
-    ):
+    """The command that measures the times that the page does not have; ``""`` if it has them."""
+    has_times = any(measure.key == "total_ms" for measure in measures)
+    if not file or has_times or inventory.tags.source == "none":
         return ""
     return shlex.join(["htp-export", "view", file, "--measure", "time,cost"])
 
 
 def tags_data(facts: TagFacts) -> dict[str, Any]:
-    """What a page says of the module tags of a file, in the words of the command line."""
+    """The facts about a file's tags, in the words of the command line."""
     return {
         "source": facts.source,
         "headline": facts.headline,
@@ -191,11 +199,12 @@ def _evidence(reasons: Mapping[str, int]) -> list[tuple[str, int, tuple[str, ...
 def _repeats(
     above: Mapping[str, str | None], inventory: Inventory, measures: Sequence[Measure]
 ) -> list[list[str]]:
-    """Alike siblings, as the tree in the terminal draws them once."""
+    """Runs of equal siblings, as the tree in the terminal draws them once."""
     flops = next((measure.total for measure in measures if measure.key == "flops"), {})
     words = [measure.words for measure in measures if measure.words]
 
     def alike(path: str) -> Hashable:
+        """The properties that equal siblings share, failures and measured words included."""
         module = inventory.modules[path]
         text = "; ".join(texts.get(path, "") for texts in words)
         fate = module.failure or module.fate
@@ -213,30 +222,27 @@ def _repeats(
 
 
 def _failures(inventory: Inventory) -> list[str]:
-    """What failed, without the modules that failed because of one below them."""
+    """The first five failures, without ancestors of a failed module.
+
+    An ancestor fails because its descendant does; five are enough to begin with.
+    """
     failed = {path: module.failure for path, module in inventory.modules.items() if module.failure}
-    holding = tags.all_above(failed)
-    return [
-        f"{path or '(root)'}: {in_both(failure)}"
-        for path, failure in failed.items()
-        if path not in holding
-    ][:5]
+    ancestors = tags.all_above(failed)
+    failures = []
+    for path, failure in failed.items():
+        if path not in ancestors:
+            failures.append(f"{path or '(root)'}: {in_both(failure)}")
+    return failures[:5]
 
 
 def _facts(inventory: Inventory) -> list[str]:
     opsets = ", ".join(f"{domain} {version}" for domain, version in inventory.opsets.items())
     external = "external data" if inventory.external_data else ""
-    return [
-        fact for fact in (inventory.producer, f"opset {opsets}" if opsets else "", external) if fact
-    ]
-
-
-def _given(inventory: Inventory, modules: Sequence[ModuleEntry]) -> list[TensorEntry]:
-    weights = [tensor for module in modules for tensor in module.weights]
-    return [*inventory.inputs, *inventory.constants, *weights]
+    return [*filter(None, (inventory.producer, f"opset {opsets}" if opsets else "", external))]
 
 
 def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
+    """The data of a module; ``parent`` is its index in the list of modules."""
     return {
         "path": module.path,
         "class": module.class_name,
@@ -263,6 +269,7 @@ def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
 
 
 def _node(node: NodeEntry) -> dict[str, Any]:
+    """The data of a node."""
     return {
         "name": node.name,
         "op": node.operator,
@@ -282,10 +289,13 @@ def _tensors(tensors: Sequence[TensorEntry]) -> list[tuple[str, str]]:
 
 
 def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> dict[str, Any]:
-    by_node = (
-        spread(measure, inventory) if measure.additive and (measure.main or measure.nodes) else []
-    )
-    said = [position for position, node in enumerate(inventory.nodes) if node.name in measure.nodes]
+    """The data of a measure: values by module and, if they can be distributed, by node."""
+    by_node: list[float | None] = []
+    if measure.additive and (measure.main or measure.nodes):
+        by_node = spread(measure, inventory)
+    measured = [
+        position for position, node in enumerate(inventory.nodes) if node.name in measure.nodes
+    ]
     return {
         "key": measure.key,
         "title": measure.title,
@@ -296,7 +306,7 @@ def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> di
         "total": [_number(measure.total, path) for path in paths],
         "own": [_number(measure.own, path) for path in paths],
         "nodes": [None if value is None else float(f"{value:.6g}") for value in by_node],
-        "said": True if len(said) == len(inventory.nodes) else said,
+        "said": True if len(measured) == len(inventory.nodes) else measured,
         "words": {
             position: measure.words[path]
             for position, path in enumerate(paths)
@@ -306,11 +316,13 @@ def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> di
 
 
 def _number(values: Mapping[str, float], path: str) -> float | str | None:
-    """A value; in words where it is one that JSON has no sign for."""
+    """A value; as a word if JSON cannot express it."""
     value = values.get(path)
     if value is None or math.isfinite(value):
         return value
-    return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if math.isnan(value):
+        return "NaN"
+    return "inf" if value > 0 else "-inf"
 
 
 def front_data(search: Search) -> dict[str, Any]:
@@ -320,45 +332,47 @@ def front_data(search: Search) -> dict[str, Any]:
     """
     from htp_export.capabilities.search.front_files import front_svg, plan_file
 
-    front = [
-        next(place for place, other in enumerate(search.trials) if other is trial)
-        for trial in search.pareto
-    ]
+    # By identity: two trials may be equal.
+    places = {id(trial): place for place, trial in reversed([*enumerate(search.trials)])}
+    front = [places[id(trial)] for trial in search.pareto]
     files = {place: plan_file(number, search.trials[place]) for number, place in enumerate(front)}
     try:
         picture = front_svg(search)
     except InputError:
         picture = ""
+    trials = [
+        _trial(trial, search, files.get(place, "")) for place, trial in enumerate(search.trials)
+    ]
     return {
         "summary": search.summary,
         "objectives": list(search.objectives),
         "svg": picture,
         "front": front,
-        "trials": [
-            _trial(trial, search, files.get(place, "")) for place, trial in enumerate(search.trials)
-        ],
+        "trials": trials,
     }
 
 
 def _trial(trial: Trial, search: Search, file: str) -> dict[str, Any]:
+    """The data of a point of a search; ``file`` is that of its plan, if it is on the front."""
     from htp_export.capabilities.search.search_results import trial_columns
 
     texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
+    plan = []
+    for selector, chosen in trial.choices.items():
+        words = ", ".join([chosen, *_fields(trial.plan.get(selector))])
+        plan.append((selector or "(root)", words))
     return {
         "name": trial.name,
         "file": file,
         "values": [texts[name](trial.values[name]) for name in search.objectives],
         "origin": trial.origin,
         "precisions": trial.counted,
-        "plan": [
-            (selector or "(root)", ", ".join([chosen, *_fields(trial.plan.get(selector))]))
-            for selector, chosen in trial.choices.items()
-        ],
+        "plan": plan,
     }
 
 
 def _fields(precision: object) -> list[str]:
-    """The fields of a precision that differ, in words."""
+    """The fields of a precision besides its name, as words."""
     if not isinstance(precision, Mapping):
         return []
     return [f"{name} {value}" for name, value in precision.items() if name != "precision"]

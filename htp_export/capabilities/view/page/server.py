@@ -1,11 +1,11 @@
-"""One page over HTTP, on this machine alone: ``view --serve``.
+"""``view --serve``: one page over HTTP, on this machine alone.
 
-Whoever can reach the port is not trusted: other users, and every site that the browser has open,
-which can send requests to 127.0.0.1 and, by DNS rebinding, read the answers. So the page stands
-under a random path, a request names this server as its host, and as its origin if it has one; no
-file is read after the start, and nothing is written. Each connection takes a thread, and there are
-few: of more connections, the oldest one ends, so that none is kept waiting by others that say
-nothing.
+Any client that can reach the port is untrusted: other users, and every site that the browser has
+open, which can send requests to 127.0.0.1 and, by DNS rebinding, read the answers. Therefore the
+page has a random path; a request must name this server as its host, and as its origin if it has
+one; no file is read after the start, and nothing is written. Each connection takes a thread, of
+which there are few: if all are in use, the oldest connection ends, so that idle connections cannot
+block others.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from htp_export.errors import InputError
 _LOGGER = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 _MOST_CONNECTIONS = 32
-"""At a time; a browser opens six. ``docs/untrusted.md`` has the number."""
+"""Connections at the same time; a browser opens six. ``docs/untrusted.md`` has the number."""
 
 _LONGEST_REQUEST = 10.0
-"""Seconds until all of a request has to be there: it may come one letter at a time."""
+"""Seconds in which a request has to arrive completely; a client may send one byte at a time."""
 
-_MOMENT = 0.1  # seconds for a thread to end, before the next connection ends, too
+_MOMENT = 0.1  # seconds in which a thread should end, before the next connection is ended, too
 _HEADERS = {
     "Cache-Control": "no-store",
-    # browsers pass it over in the page's own policy
+    # Browsers ignore this directive in the page's own policy.
     "Content-Security-Policy": "frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",  # the address holds the token
@@ -48,19 +48,19 @@ _HEADERS = {
 
 
 class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Serves one page, which it holds in memory, to those who know its address, on the loopback interface alone."""
+    """Serves one page from memory, on the loopback interface, to clients that know its address."""
 
-    daemon_threads = True  # a client that stays connected does not keep the program from ending
-    # more than connect while a thread starts; the system makes those wait for seconds
+    daemon_threads = True  # an open connection does not keep the program from ending
+    # More than connect while a thread starts: a full queue makes clients wait for seconds.
     request_queue_size = 128
-    # elsewhere, that lets another program take the port over
+    # On Windows, this option lets another program take over the port.
     allow_reuse_address = os.name == "posix"
 
     def __init__(self, port: int = 0) -> None:
         self.page = b""
         self.path = f"/{secrets.token_urlsafe(32)}/"
         self._free = threading.Semaphore(_MOST_CONNECTIONS)
-        # of each connection, in the order in which they came
+        # Deadlines of connections, the oldest connection first.
         self._deadlines: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         try:
@@ -74,11 +74,11 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page, with the token that gives access to it."""
+        """The address of the page, with its access token."""
         return f"http://{self.hosts[0]}{self.path}"
 
     def run(self, page: str) -> None:
-        """Answer requests with a page, HTML, until Ctrl-C; earlier requests wait for it."""
+        """Answer requests with an HTML page until Ctrl-C; earlier requests wait for it."""
         self.page = page.encode()
         try:
             self.serve_forever()
@@ -86,7 +86,7 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             return
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; if none is left, the oldest connection ends, and this one waits for its thread."""
+        """Answer in a thread; if none is free, end the oldest connection and use its thread."""
         wait = 0.0
         while not self._free.acquire(timeout=wait):
             with self._lock:
@@ -97,19 +97,19 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._deadlines[request] = time.monotonic() + _LONGEST_REQUEST
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # the system has no thread for it
+        except RuntimeError:  # the system cannot start a thread
             self._free.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and let another connection have the thread."""
+        """Answer a request, and release the thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def service_actions(self) -> None:
-        """End the connections whose request is not there in time; `serve_forever` calls this twice a second."""
+        """End connections whose request is late; `serve_forever` calls this twice a second."""
         now = time.monotonic()
         with self._lock:
             late = [
@@ -118,19 +118,19 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._end(late)
 
     def received(self, connection: socket.socket) -> None:
-        """Note that the request of a connection is complete: its answer may take any time."""
+        """Record that a request has arrived completely: its answer may take any time."""
         with self._lock:
             if connection in self._deadlines:
                 self._deadlines[connection] = math.inf
 
     def shutdown_request(self, request: Any) -> None:
-        """End a connection, and forget it."""
+        """End a connection and forget it."""
         with self._lock:
             self._deadlines.pop(request, None)
         super().shutdown_request(request)
 
     def _end(self, connections: Iterable[socket.socket]) -> None:
-        """Forget connections, and wake the threads that read from them, or write to them; these close them."""
+        """Forget connections and wake the threads that use them; the threads close them."""
         for connection in connections:
             with self._lock:
                 self._deadlines.pop(connection, None)
@@ -138,39 +138,35 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what failed: a client that goes away while it is answered is no fault of ours."""
+        """Log an error: a client that disconnects during an answer is not a fault of the server."""
         _LOGGER.debug("a request was not answered", exc_info=True)
 
 
 class _Request(BaseHTTPRequestHandler):
-    """One request, of which nothing but the method, the path and three headers is looked at."""
+    """One request, of which only the method, the path and three headers are used."""
 
     server: PageServer
-    timeout = 60  # seconds; for clients that read nothing
+    timeout = 60  # seconds, for clients that do not read
 
     def _answer(self) -> None:
+        """Answer a valid request with the page, and any other with a status."""
         self.server.received(self.connection)
         refused = self._refused()
         if refused is not None:
-            self._head(
-                refused,
-                0,
-                {"Allow": "GET, HEAD"} if refused is HTTPStatus.METHOD_NOT_ALLOWED else {},
-            )
+            is_wrong_method = refused is HTTPStatus.METHOD_NOT_ALLOWED
+            self._head(refused, 0, {"Allow": "GET, HEAD"} if is_wrong_method else {})
             return
-        self._head(
-            HTTPStatus.OK,
-            len(self.server.page),
-            {"Content-Type": "text/html; charset=utf-8", **_HEADERS},
-        )
+        headers = {"Content-Type": "text/html; charset=utf-8", **_HEADERS}
+        self._head(HTTPStatus.OK, len(self.server.page), headers)
         if self.command == "GET":
             self.wfile.write(self.server.page)
 
-    # Names of http.server.
+    # Names required by http.server.
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = _answer  # noqa: N815
     do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _answer  # noqa: N815
 
     def _refused(self) -> HTTPStatus | None:
+        """The status of a request that is refused; None for one that is answered."""
         hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
         if len(hosts) != 1 or hosts[0] not in self.server.hosts:
             return HTTPStatus.MISDIRECTED_REQUEST
@@ -178,7 +174,9 @@ class _Request(BaseHTTPRequestHandler):
             return HTTPStatus.FORBIDDEN
         if not hmac.compare_digest(self.path.encode("utf-8", "replace"), self.server.path.encode()):
             return HTTPStatus.NOT_FOUND
-        return None if self.command in ("GET", "HEAD") else HTTPStatus.METHOD_NOT_ALLOWED
+        if self.command not in ("GET", "HEAD"):
+            return HTTPStatus.METHOD_NOT_ALLOWED
+        return None
 
     def _head(self, status: HTTPStatus, length: int, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -190,4 +188,4 @@ class _Request(BaseHTTPRequestHandler):
         return "htp-export"
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: addresses hold the token."""
+        """Log nothing: addresses contain the token."""
