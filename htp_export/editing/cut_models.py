@@ -106,9 +106,9 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
 
 
 def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
-    """Return a model of a cut's graph, with the functions that it calls and the whole's versions."""
+    """Return a model of a cut's graph, with the functions that it calls and the same versions."""
     source = tagged.model
-    # A part of a model that another way than ONNX exported is of that way, too.
+    # A part of a graph that is not an ONNX model is none either, and keeps the mark of that.
     way = {key: way for key, way in source.metadata_props.items() if key == tags.WAY}
     model = ir.Model(
         graph,
