@@ -142,7 +142,7 @@ def _normal(result: Array, zeros: Array) -> Array | None:
 
 
 def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
-    """The factors of a product with one number that has one consumer and is no boundary; or None."""
+    """The factors of a product with one number, if it has one consumer and is no boundary."""
     if value is None or only_consumer(value) is None or is_boundary(value):
         return None
     return multiple(value.producer())
@@ -178,7 +178,7 @@ def replace_uses(
     readers: Iterable[tuple[ir.Node, int]] | None = None,
     rest: str | None = None,
 ) -> None:
-    """Replace a value by another one, which gets its name, its consumers, and its place as an output.
+    """Replace a value by another one, which gets its name, consumers and place as an output.
 
     It also gets missing type and shape.
 

@@ -60,7 +60,7 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
 
 
 def read_for_change(source: ModelSource) -> TaggedModel:
-    """Read a model for changes, without the functions of `functions`; a model in memory is copied."""
+    """Read a model for changes, without functions of `functions`; one in memory is copied."""
     tagged = read_flat(source, others=False)
     return tagged if isinstance(source, str | os.PathLike) else tagged.clone()
 
@@ -152,7 +152,7 @@ class _Dissolver:
         self._value_names = UsedNames(str(value.name) for value in all_values(graph))
 
     def dissolve(self, call: ir.Node, record: Record) -> None:
-        """Replace a call, and the calls in its body; raise ValueError if a function calls itself."""
+        """Replace a call, and the calls in its body; a ValueError if a function calls itself."""
         waiting: list[_Call] = [(call, record, self._expected.instance(call, Instance("")), ())]
         while waiting:
             waiting += reversed(self._replace(*waiting.pop()))

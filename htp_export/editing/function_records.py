@@ -110,7 +110,7 @@ class Expectations:
         return Instance(owners[0] if owners else instance.path, call or 0)
 
     def _call(self, owner: str, instance: Instance) -> str:
-        """The call of a module that ran several times, but once in the called module; else empty."""
+        """The call of a module that ran several times, but once in the called module; else ``""``."""
         if owner not in self._hierarchy or self._hierarchy[owner].calls < 2:
             return ""
         numbers = self._calls.numbers(owner, instance)
@@ -118,7 +118,7 @@ class Expectations:
 
 
 def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
-    """Restore a copy of a body's node: its expected state, then its entry; a ValueError if invalid."""
+    """Restore a copy of a body's node: expected state, then its entry; a ValueError if invalid."""
     node.metadata_props.clear()
     node.metadata_props.update(metadata)
     try:
