@@ -36,7 +36,7 @@ Key = tuple[object, ...]
 
 
 def is_copy(node: SummaryNode) -> bool:
-    """Whether a node always returns its first input, whatever the shapes.
+    """Whether a node always returns its first input, for any shapes.
 
     Examples:
         >>> [is_copy(SummaryNode("Concat", "", inputs, (2,))) for inputs in ((0,), (0, 1))]

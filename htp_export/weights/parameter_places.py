@@ -338,16 +338,19 @@ class ParameterPlaces:
             is_vector = len(stored.tensor.shape) < 2 and not stored.tensor.dtype.is_integer()
             if stored.is_computed and is_vector and stored.parameters in quantized:
                 stored.is_weight = False  # the scales of a quantized weight
-            if stored.is_computed and not stored.is_weight:
+            if stored.is_weight or not stored.is_computed:
+                self._place_by_recipe(stored)
+
+    def _place_by_recipe(self, stored: _Stored) -> None:
+        """Add the declared parameters in the recipe of one tensor to its places."""
+        for place in places_in(stored.recipe):
+            declared = self.declared.get(place.parameter)
+            if declared is None:
                 continue
-            for place in places_in(stored.recipe):
-                declared = self.declared.get(place.parameter)
-                if declared is None:
-                    continue
-                how = place.how
-                if stored.tensor.dtype.is_integer() and "quantized" not in how:
-                    how = (*(word for word in how if word != "computed"), "quantized")
-                stored.places.setdefault(declared.first, Place(declared.first, how, place.is_copy))
+            how = place.how
+            if stored.tensor.dtype.is_integer() and "quantized" not in how:
+                how = (*(word for word in how if word != "computed"), "quantized")
+            stored.places.setdefault(declared.first, Place(declared.first, how, place.is_copy))
 
     def _by_owners(self) -> None:
         """Place parameters without a place in tensors without an exact recipe, of their modules."""

@@ -122,6 +122,6 @@ def _exported(model: LookOptions, after: Path) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _most_alike(calls: Mapping[str, SourceCall], foreign: ir.Model) -> SourceCall:
-    """The call of a task whose inputs have the most names in common with those of a file."""
+    """The call of a task that has the most input names in common with a file."""
     names = {value.name for value in foreign.graph.inputs}
     return max(calls.values(), key=lambda call: len(names & {*call.named_inputs}))

@@ -60,11 +60,11 @@ class Carried(HoldsModel):
 
     Attributes:
         model: The model ``after``, with tags on every node.
-        nodes: Number of nodes, including those in subgraphs and functions.
+        nodes: Number of nodes, also in subgraphs and functions.
         kept: Number of nodes whose tags the tool kept and which are correct.
         recovered: ``htp.reason`` → number of other nodes whose owners were found by this evidence;
             see ``docs/format.md``.
-        unknown: Names of the nodes whose owners are not known; of those without a name, their first
+        unknown: Names of the nodes with unknown owners; for a node without a name, its first
             output.
         modules: Module path → its nodes, for modules that have some.
         fates: Module path → new fate, for modules whose fate changed: ``fused`` if a tensor at the
