@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from htp_export.alignment.weight_similarity import NumericMatch
 
 _MOST_CANDIDATES = 4
-"""Original nodes before a named one that may have its operator: Conv, Relu and Add become one node."""
+"""Original nodes that may give a fused node its operator: Conv, Relu and Add become one node."""
 
 _LOOK_BACK = 40
-"""Original nodes that are searched behind one tensor: tools seldom merge more than ten neighbours."""
+"""Original nodes that are searched behind one tensor: tools seldom merge more than ten nodes."""
 
 _MOST_FOLLOWERS = 4
 """Nodes after a product that one fused node may include: bias, residual, scale and activation."""

@@ -30,7 +30,7 @@ _SINGLE = {
     for op, number in NEUTRAL.items()
     if not isinstance(number, bool)
 }
-"""Operator → contents of the single numbers that are neutral: with one, it returns its first input."""
+"""Operator → contents of its neutral numbers: with one of them, it returns its first input."""
 
 Key = tuple[object, ...]
 

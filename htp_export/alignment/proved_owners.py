@@ -311,7 +311,7 @@ class ProvedOwners:
         return _unknown(around) if user is None else Owned((user,), Reason.INSERTED)
 
     def _user_of_layout(self, found: Sequence[Owned], index: int) -> str | None:
-        """The module that works in another layout, if an inserted node enters or leaves this layout.
+        """The module that works in another layout, if an inserted node enters or leaves it.
 
         Between modules, a tensor has the layout of PyTorch. A node that changes this layout works
         for its consumers. A node that restores it works for the module that computes the tensor.
@@ -402,7 +402,7 @@ class ProvedOwners:
         return not moves(self._after.nodes[maker].op)
 
     def _changes_precision(self, node: SummaryNode) -> bool:
-        """Whether a node quantizes, dequantizes or casts between floats; tools insert such nodes."""
+        """Whether a node quantizes, dequantizes or casts between floats, as inserted nodes do."""
         base = base_op(node.op)
         if base not in IN_PLACE:
             return base == "DynamicQuantizeLinear"
@@ -412,7 +412,7 @@ class ProvedOwners:
         return base == "Cast" and len(types) > 1 and types <= FLOATS
 
     def _makers_paths(self, found: Sequence[Owned], index: int) -> list[str]:
-        """The owners of the producers of a node's inputs, before inserted nodes; the root for an input."""
+        """The owners of the producers of a node, before inserted nodes; the root for an input."""
         paths, queue, seen = dict[str, None](), [index], set[int]()
         while queue:
             for value in self._live_reads(self._after.nodes[queue.pop()]):
@@ -457,7 +457,7 @@ class ProvedOwners:
         return [maker for maker in self._alignment.makers(number) if self._numbers.idle[maker]]
 
     def _returns_input(self, index: int) -> bool:
-        """Whether the one output of a node equals one of its inputs, in shape and element type, too."""
+        """Whether the one output of a node is one of its inputs, in shape and element type, too."""
         node, counterpart = self._after.nodes[index], self._alignment.counterpart
         if len(node.outputs) != 1 or node.outputs[0] == NOTHING:
             return False

@@ -20,10 +20,7 @@ from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
 
 _MOST_REPEATED = 40
-"""Original nodes that one node may compute a second time; a longer chain is no repetition by a tool.
-
-Tools repeat short chains: masks, positions and constants of a size.
-"""
+"""Original nodes that one node may compute a second time: tools repeat only short chains."""
 
 _NONE: frozenset[int] = frozenset()
 

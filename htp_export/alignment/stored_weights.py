@@ -25,7 +25,7 @@ _SMALLEST = 4
 """Elements of a weight, at least; tensors with fewer are constants of the graph, such as axes."""
 
 _BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
-"""ONNX Runtime's operators with weights in packed blocks → inputs for levels, scales, zero points."""
+"""ONNX Runtime's operators with packed weights → inputs for levels, scales and zero points."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class InlinedCall:
 
 
 _Call: TypeAlias = tuple[ir.Node, Record, Instance, tuple[ir.OperatorIdentifier, ...]]
-"""A call to replace, the record of its nodes, its module call, and the functions that contain it."""
+"""A call to replace, the record of its nodes, its module call, and the functions around it."""
 
 
 class _Dissolver:

@@ -189,7 +189,7 @@ def _boundary(
 
 
 def _named_by_recipe(value: ir.Value) -> ir.TensorProtocol | None:
-    """The tensor of a weight with its recipe: without one, its name is the parameter, and that changes."""
+    """The tensor of a weight with its recipe: without one, its name would be its parameter."""
     tensor = constant_of(value)
     if tensor is None or tags.RECIPE in tensor.metadata_props:
         return tensor

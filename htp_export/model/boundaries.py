@@ -37,7 +37,7 @@ from htp_export.shapes.operator_kinds import (
 )
 
 BOUNDARY = "htp_export.boundary"
-"""Key in a value's ``meta``: it is at the boundary of a module, which is exact while the value exists."""
+"""Key in a value's ``meta``: a boundary tensor of a module, which is exact while it exists."""
 
 OUTSIDE = -1  # instead of a node: for inputs and outputs of the graph, and for weights
 

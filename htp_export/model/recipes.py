@@ -101,7 +101,10 @@ def of_values(why: str, *values: ir.Value | None) -> Recipe:
 
 
 def replaced_by(tool: str, model: ir.Model, before: Mapping[str, ir.TensorProtocol | None]) -> None:
-    """Record that a tool may have computed new tensors; ``before``: the tensors by name before it ran."""
+    """Record that a tool may have computed new tensors.
+
+    ``before``: The tensors by name before it ran.
+    """
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if tensor is None or not tensor.dtype.is_floating_point():

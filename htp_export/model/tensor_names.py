@@ -390,7 +390,7 @@ def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None
             value.meta[_QUANTIZATION] = {key: renamed.get(n, n) for key, n in names.items()}
 
 
-# --- an order of nodes that depends on the graph alone: not on names, and not on the file's order ---
+# --- an order of nodes that depends on the graph alone, not on names or on the file's order ---
 
 
 def _canonical_order(graph: ir.Graph) -> list[ir.Node]:

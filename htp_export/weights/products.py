@@ -187,7 +187,7 @@ def products_of(tagged: TaggedModel, nodes: Iterable[ir.Node]) -> Iterator[Produ
 def _source(
     sources: WeightSources, value: ir.Value
 ) -> tuple[ir.Value, Sequence[int], tuple[str, ...]] | None:
-    """The stored tensor of a weight, its axis for each axis of the weight, and the operations between."""
+    """The stored tensor of a weight, its axes in the order of the weight, and the operations."""
     found = sources.of(value)
     if len(found) != 1:
         return None
