@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from htp_export.alignment.weight_similarity import NumericMatch
 
 _MOST_CANDIDATES = 4
-"""Original nodes before a named one that may have its operator: Conv, Relu and Add become one node."""
+"""Original nodes that may give a fused node its operator: Conv, Relu and Add become one node."""
 
 _LOOK_BACK = 40
-"""Original nodes that are searched behind one tensor: tools seldom merge more than ten neighbours."""
+"""Original nodes that are searched behind one tensor: tools seldom merge more than ten nodes."""
 
 _MOST_FOLLOWERS = 4
 """Nodes after a product that one fused node may include: bias, residual, scale and activation."""
@@ -128,7 +128,7 @@ class Alignment:
         return True
 
     def origin(self, value: int) -> int:
-        """The original value of a value: of those with its number, the one of its name, or the first."""
+        """The original value of a value: of its number, the one of its name, or the first."""
         members = self.numbers.members.get(self.numbers.current(self.counterpart[value]), ())
         name = self.after.values[value].name
         for member in members:
@@ -160,7 +160,7 @@ class Alignment:
         return [*outputs, *[NOTHING] * count][:count]
 
     def read_by(self, original: int) -> frozenset[int]:
-        """The numbers of the tensors that an original node reads, except weights."""
+        """The numbers of the inputs of an original node, except weights."""
         reads = self.before.nodes[original].reads
         return frozenset(self.numbers.number[value] for value in reads if self.before.live[value])
 
@@ -255,7 +255,7 @@ class Alignment:
         return self.numbers.constant(content)
 
     def _by_node_name(self, node: SummaryNode) -> int:
-        """The original output of a node's name: that of an original node or tensor, plus a suffix."""
+        """The original output of a node's name: of an original node or tensor, plus a suffix."""
         name = node.name
         while name:
             candidate = self.before.find(name)
@@ -324,7 +324,7 @@ class Alignment:
     # --- backwards ---
 
     def _backward(self, node: SummaryNode) -> None:
-        """Match the inputs of one node: a node that remains reads the same tensors as before."""
+        """Match the inputs of one node: a node that remains has the same inputs as before."""
         matched = [value for value in node.makes if self.counterpart[value] != NOTHING]
         original = self.original(matched[0]) if matched and node.inputs else NOTHING
         if original == NOTHING:
@@ -371,7 +371,7 @@ class Alignment:
     def _match_input(
         self, reader: SummaryNode, value: int, old: int, same: bool, exact: bool
     ) -> None:
-        """Match ``value``, which a node reads instead of ``old``.
+        """Match ``value``, an input of a node that had the input ``old``.
 
         If ``value`` has another counterpart, the nodes between this and ``old`` are gone. If they
         only move numbers, both are one tensor; otherwise another tensor has the name now.
@@ -411,7 +411,7 @@ class Alignment:
         return moves(node.op) and self.numbers.current(self.counterpart[node.outputs[0]]) == number
 
     def _only_moves(self, node: int) -> bool:
-        """Whether an original node only moves numbers, as does a reduction over dimensions of size 1."""
+        """Whether an original node moves numbers only, as a reduction over dimensions of size 1."""
         old = self.before.nodes[node]
         if old.op not in _REDUCTIONS:
             return moves(old.op, views=True)
@@ -429,7 +429,7 @@ class Alignment:
         return True
 
     def _between(self, number: int, value: int) -> list[int] | None:
-        """The original nodes between a tensor and a later one; None without a path, or for too many."""
+        """The original nodes between a tensor and a later one; None without a path, or if many."""
         queue, between, reached = [value], dict[int, None](), False
         while queue and len(between) < _LOOK_BACK:
             at = queue.pop()
@@ -477,7 +477,7 @@ class Alignment:
             value = self.after.nodes[maker].inputs[0]
 
     def _is_named_after_first(self, value: int, origin: int) -> bool:
-        """Whether only a node's name matches a tensor, and nodes compute between its match and ``origin``."""
+        """Whether a name is the only evidence, and nodes compute between match and ``origin``."""
         if self.evidence_of[value] != Reason.NODE or self.exact[value]:
             return False
         between = self._between(self.numbers.current(self.counterpart[value]), origin)

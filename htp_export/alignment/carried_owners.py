@@ -74,13 +74,13 @@ class OwnersAfter:
     def owned_by(
         self, originals: Iterable[int], reason: str, paths: tuple[str, ...] | None = None
     ) -> Owned:
-        """The owners of original nodes, or those of ``paths``, in the calls of these nodes."""
+        """The owners of original nodes, or of them ``paths``, in the calls of these nodes."""
         return self._rule.merged(
             [self._originals[original] for original in originals], reason, paths
         )
 
     def _agrees(self, node: SummaryNode, work: ReplacedNodes) -> bool:
-        """Whether the tags that a tool left on a node are those of the nodes that it replaces."""
+        """Whether a node has the tags of the nodes that it replaces, left by the tool."""
         originals = [self.before.nodes[index] for index in work.nodes]
         if not originals:
             return True
@@ -190,7 +190,7 @@ def tag(
 
 
 class _CarriedEvidence(FateEvidence[int]):
-    """The boundaries of modules after a tool, compared with those in the original model.
+    """The boundaries of modules after a tool, compared with the original model's.
 
     Known tensors are numbers of original tensors.
 

@@ -293,30 +293,37 @@ def _compare_values(
 def _tensors_of_run(
     model: ir.Model, summary: GraphSummary, feed: Mapping[str, Array], name: str
 ) -> Iterator[tuple[int, Array]]:
-    """Run a model, and yield the tensors that depend on its inputs, each once, with its index in the summary."""
-    shapes = infer_bound(model, {name: array.shape for name, array in feed.items()})
-    bytes_of = dict[str | None, int | None]()
-    for node in model.graph:
-        for value in node.outputs:
-            bytes_of[value.name] = shapes.bytes_of(value)
-    sizes: dict[str, int | None] = {}
-    for index, summarized in enumerate(summary.values):
-        if summarized.scope or not summarized.name or not summary.live[index]:
+    """Run a model, and yield its tensors that depend on inputs, each once, with their indices."""
+    computed = list[str]()
+    for index, value in enumerate(summary.values):
+        if value.scope or not value.name or not summary.live[index]:
             continue
-        if summarized.kind == "input":
-            yield index, feed[summarized.name]
-        elif summarized.kind == "node":
+        if value.kind == "input":
+            yield index, feed[value.name]
+        elif value.kind == "node":
             op = base_op(summary.nodes[summary.maker[index]].op)
             if not op.startswith(_NO_TENSORS):
-                sizes[summarized.name] = bytes_of.get(summarized.name)
-    # A tensor of unknown size counts as the largest known one.
-    largest = max((size for size in sizes.values() if size is not None), default=0)
-    expected = {tensor: largest if size is None else size for tensor, size in sizes.items()}
+                computed.append(value.name)
+    expected = _expected_bytes(model, feed, computed)
     runner = Runner(model, name, SessionSettings())
     for wanted in portions(expected, PORTION_BYTES):
         arrays = runner.run(feed, wanted)
         for tensor in wanted:
             yield summary.find(tensor), arrays.pop(tensor)
+
+
+def _expected_bytes(
+    model: ir.Model, feed: Mapping[str, Array], tensors: Iterable[str]
+) -> dict[str, int]:
+    """Tensor → its size in a run; one of unknown size counts as the largest known one."""
+    shapes = infer_bound(model, {name: array.shape for name, array in feed.items()})
+    bytes_of = dict[str | None, int | None]()
+    for node in model.graph:
+        for value in node.outputs:
+            bytes_of[value.name] = shapes.bytes_of(value)
+    sizes = {tensor: bytes_of.get(tensor) for tensor in tensors}
+    largest = max((size for size in sizes.values() if size is not None), default=0)
+    return {tensor: largest if size is None else size for tensor, size in sizes.items()}
 
 
 def _without_inexact_kernels(model: ir.Model) -> ir.Model:

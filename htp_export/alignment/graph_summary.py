@@ -27,10 +27,10 @@ Shape = tuple[tuple[int | str, ...] | None, int]
 """Dimensions and element type of a tensor; None and 0 if unknown."""
 
 NOTHING = -1
-"""No tensor, no node. As an index, it selects the last entry: lists by tensor or node have one for it."""
+"""No tensor, no node. Lists by tensor or node have a last entry for it, which this index selects."""
 
 _SMALL_BYTES = 256
-"""Constants up to this size are compared by contents: scalars, shapes, axes; larger ones are weights."""
+"""Constants up to this size are compared by contents: scalars, shapes and axes, not weights."""
 
 
 @dataclass(slots=True)

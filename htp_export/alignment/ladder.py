@@ -25,10 +25,10 @@ from htp_export.lineage.owner_rule import Owned
 from htp_export.runtime.inputs import Inputs
 
 _KEPT = 0.5
-"""Share of tensors with their names beyond which names are proved: tools keep 0.7, exporters none."""
+"""Share of tensors with their names that proves names: tools keep 0.7, other exporters none."""
 
 _CONTRADICTED = 0.05
-"""Share of names that structure contradicts: 0.03 after tools, 0.1 after an exporter counts anew."""
+"""Share of names that structure may contradict: 0.03 after tools, 0.1 after other exporters."""
 
 
 _Summary = tuple[GraphSummary, list[ir.Node]]

@@ -30,13 +30,13 @@ _SINGLE = {
     for op, number in NEUTRAL.items()
     if not isinstance(number, bool)
 }
-"""Operator → contents of the single numbers that are neutral: with one, it returns its first input."""
+"""Operator → contents of its neutral numbers: with one of them, it returns its first input."""
 
 Key = tuple[object, ...]
 
 
 def is_copy(node: SummaryNode) -> bool:
-    """Whether a node always returns its first input, whatever the shapes.
+    """Whether a node always returns its first input, for any shapes.
 
     Examples:
         >>> [is_copy(SummaryNode("Concat", "", inputs, (2,))) for inputs in ((0,), (0, 1))]

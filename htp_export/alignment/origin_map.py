@@ -407,7 +407,7 @@ def _assigned(
 
 
 def _weights(value: ir.Value) -> set[str]:
-    """The names of the initializers that the producer of a value reads."""
+    """The names of the initializers among the inputs of a value's producer."""
     producer = value.producer()
     inputs = () if producer is None else producer.inputs
     return {str(read.name) for read in inputs if read is not None and read.is_initializer()}

@@ -71,35 +71,53 @@ class ProvedOwners:
         indices = range(len(self._works))
         open_nodes = [index for index in indices if index not in decided and self._is_open(index)]
         first = self._decisions.decide(decided)
-
-        # Weights decide first; the owners that are known then prove scopes.
         by_weight: dict[int, Owned] = {}
         for index in open_nodes:
             owned = self._by_weight(index)
             if owned is not None:
                 by_weight[index] = owned
-        proved = [by_weight.get(index, entry) for index, entry in enumerate(first)]
-        without_weight = [index for index in open_nodes if index not in by_weight]
-        names = self._proved_scopes(proved, {*without_weight})
 
-        named = {index: self._module_by_name(index, names) for index in without_weight}
-        paths = {index: entry.paths for index, entry in enumerate(first) if index not in open_nodes}
-        paths |= {index: owned.paths for index, owned in by_weight.items()}
-        paths |= {index: (module,) for index, module in named.items() if module is not None}
-        for index in open_nodes:
-            evident = by_weight.get(index) or self._by_name(index, named[index], paths)
-            decided[index] = evident or _unknown(self._candidates(index))
+        # The owners that are known without names prove the modules of scopes.
+        proved = [by_weight.get(index, entry) for index, entry in enumerate(first)]
+        names = self._proved_scopes(proved, {*open_nodes} - {*by_weight})
+        decided |= self._open_owners(open_nodes, first, by_weight, names)
 
         found = self._decisions.decide(decided)
         for index, entry in enumerate(found):
             if entry.reason not in (Reason.UNKNOWN, Reason.INSERTED):
                 found[index] = self._of_whole_work(found, index)
-        # Backwards: the owners of an inserted node follow from those of its consumers.
+        # Backwards: consumers come before the inserted nodes whose owners they prove.
         for index in reversed(indices):
             is_joined = self._has_joined(self._after.nodes[index].inputs)
             if found[index].reason == Reason.INSERTED and not is_joined:
                 found[index] = self._of_inserted(found, index, names)
         return found
+
+    def _open_owners(
+        self,
+        open_nodes: Sequence[int],
+        first: Sequence[Owned],
+        by_weight: Mapping[int, Owned],
+        names: NameScopes,
+    ) -> dict[int, Owned]:
+        """The owners of open nodes, by weights or else by names; unknown without proof.
+
+        ``first``: The owners of all nodes by structure.
+        """
+        modules = {index: self._module_by_name(index, names) for index in open_nodes}
+        paths = {index: entry.paths for index, entry in enumerate(first)}
+        for index in open_nodes:
+            del paths[index]
+            module = modules[index]
+            if index in by_weight:
+                paths[index] = by_weight[index].paths
+            elif module is not None:
+                paths[index] = (module,)
+        owners: dict[int, Owned] = {}
+        for index in open_nodes:
+            evident = by_weight.get(index) or self._by_name(index, modules[index], paths)
+            owners[index] = evident or _unknown(self._candidates(index))
+        return owners
 
     # --- facts of nodes ---
 
@@ -121,7 +139,7 @@ class ProvedOwners:
         return [value for value in node.reads if self._after.live[value]]
 
     def _weights(self, node: SummaryNode) -> set[int]:
-        """The original weights that a node reads."""
+        """The original weights among the inputs of a node."""
         return set[int]().union(*map(self._alignment.weights_of, node.inputs))
 
     def _dependent(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
@@ -157,7 +175,7 @@ class ProvedOwners:
         return is_ambiguous and self._before.with_several_owners(work.nodes)
 
     def _misses_weights(self, index: int) -> bool:
-        """Whether a node reads a weight, and replaces none of the original consumers of it."""
+        """Whether a node has a weight as input, and replaces no original consumer of it."""
         weights = self._weights(self._after.nodes[index])
         readers = {reader for weight in weights for reader in self._before.readers[weight]}
         return bool(readers) and readers.isdisjoint(self._works[index].nodes)
@@ -183,7 +201,7 @@ class ProvedOwners:
     def _by_weight(self, index: int) -> Owned | None:
         """The owners of the original nodes that compute with the weights of a node.
 
-        None if the node reads further tensors: then it does other work, too.
+        None if the node has further inputs: then it does other work, too.
         """
         node, number = self._after.nodes[index], self._numbers.number
         weights = {number[weight] for weight in self._weights(node)}
@@ -239,7 +257,7 @@ class ProvedOwners:
         return self._decisions.owned_by(mine, Reason.NODE, (module,))
 
     def _is_within(self, index: int, part: Collection[int], inside: Container[int] = ()) -> bool:
-        """Whether a node reads and produces at most as many tensors as original nodes.
+        """Whether a node has at most as many inputs and outputs as original nodes together.
 
         Otherwise it does other work, too. ``inside``: Nodes that do a part of the same work; tensors
         that they compute do not count.
@@ -293,7 +311,7 @@ class ProvedOwners:
         return _unknown(around) if user is None else Owned((user,), Reason.INSERTED)
 
     def _user_of_layout(self, found: Sequence[Owned], index: int) -> str | None:
-        """The module that works in another layout, if an inserted node enters or leaves this layout.
+        """The module that works in another layout, if an inserted node enters or leaves it.
 
         Between modules, a tensor has the layout of PyTorch. A node that changes this layout works
         for its consumers. A node that restores it works for the module that computes the tensor.
@@ -341,6 +359,7 @@ class ProvedOwners:
 
         It is not proved for a node that computes or reads a size, or has an unknown consumer.
         """
+        # Many branches: each early return is one of these cases, in order.
         node, paths = self._after.nodes[index], set(found[index].paths)
         consumers = [found[reader] for reader in self._after.consumers(index)]
         if not moves(node.op) or base_op(node.op) in SIZES_ONLY:
@@ -383,7 +402,7 @@ class ProvedOwners:
         return not moves(self._after.nodes[maker].op)
 
     def _changes_precision(self, node: SummaryNode) -> bool:
-        """Whether a node quantizes, dequantizes or casts between floats; tools insert such nodes."""
+        """Whether a node quantizes, dequantizes or casts between floats, as inserted nodes do."""
         base = base_op(node.op)
         if base not in IN_PLACE:
             return base == "DynamicQuantizeLinear"
@@ -393,7 +412,7 @@ class ProvedOwners:
         return base == "Cast" and len(types) > 1 and types <= FLOATS
 
     def _makers_paths(self, found: Sequence[Owned], index: int) -> list[str]:
-        """The owners of the producers of a node's inputs, before inserted nodes; the root for an input."""
+        """The owners of the producers of a node, before inserted nodes; the root for an input."""
         paths, queue, seen = dict[str, None](), [index], set[int]()
         while queue:
             for value in self._live_reads(self._after.nodes[queue.pop()]):
@@ -438,7 +457,7 @@ class ProvedOwners:
         return [maker for maker in self._alignment.makers(number) if self._numbers.idle[maker]]
 
     def _returns_input(self, index: int) -> bool:
-        """Whether the one output of a node equals one of its inputs, in shape and element type, too."""
+        """Whether the one output of a node is one of its inputs, in shape and element type, too."""
         node, counterpart = self._after.nodes[index], self._alignment.counterpart
         if len(node.outputs) != 1 or node.outputs[0] == NOTHING:
             return False

@@ -20,10 +20,7 @@ from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
 
 _MOST_REPEATED = 40
-"""Original nodes that one node may compute a second time; a longer chain is no repetition by a tool.
-
-Tools repeat short chains: masks, positions and constants of a size.
-"""
+"""Original nodes that one node may compute a second time: tools repeat only short chains."""
 
 _NONE: frozenset[int] = frozenset()
 
@@ -141,7 +138,7 @@ class _Division:
         return ahead
 
     def _by_operator(self) -> dict[int, list[int]]:
-        """Node after → the original nodes of its operator that it replaces, according to their count.
+        """Node after → the original nodes of its operator that it replaces, if their counts agree.
 
         If a region has equally many nodes of an operator before and after, they are in the same
         order. Several products of one tensor may have been merged into one.
@@ -261,7 +258,7 @@ class _Division:
         return old.op == node.op and old.attributes == node.attributes
 
     def _reason(self, node: SummaryNode, part: tuple[int, ...]) -> str:
-        """The evidence of its outputs' matches if a node replaces one node; otherwise ``region``."""
+        """The evidence for its outputs if a node replaces one node; otherwise ``region``."""
         named = [reason for v in node.makes if (reason := self.alignment.evidence_of[v])]
         if named and len(part) == 1:
             return named[0]
@@ -270,7 +267,7 @@ class _Division:
     def _of_layout_operator(
         self, index: int, node: SummaryNode, part: tuple[int, ...], open_ended: bool
     ) -> ReplacedNodes:
-        """The original nodes of a layout operator: the layout operators, or those of its operator.
+        """The original nodes that a layout operator replaces: such operators, or its own.
 
         ``open_ended``: Whether an output of the node has no counterpart.
         """
@@ -298,7 +295,7 @@ class _Division:
         return ReplacedNodes((), Reason.INSERTED, ends=tuple(sorted(ends)))
 
     def _restores(self, index: int, node: SummaryNode, value: int) -> bool:
-        """Whether an output is exactly an original tensor, and the inputs are at most another form of it."""
+        """Whether an output is exactly an original tensor, and inputs are only other forms of it."""
         alignment = self.alignment
         number = alignment.counterpart[value]
         same = [v for v in node.reads if number in alignment.numbers_of(v)]
@@ -307,9 +304,9 @@ class _Division:
         return bool(same) or number not in self._behind[index]
 
     def _indicated(self, current: _OpenNode) -> ReplacedNodes:
-        """The original nodes that the node's name, weights or operator indicates, and those before them.
+        """The original nodes of the node's name, weights or operator, and the nodes before them.
 
-        If earlier nodes share the part, the nodes before belong to those. The indicated nodes are
+        If earlier nodes share the part, they replace the nodes before. The indicated nodes are
         then claimed: nothing indicates which others the earlier nodes replace.
         """
         index, name, part = current.index, current.node.name, current.rest
@@ -326,7 +323,7 @@ class _Division:
         return ReplacedNodes(part, Reason.REGION, coarse=True)
 
     def _claim(self, selected: list[int], reason: str, current: _OpenNode) -> ReplacedNodes:
-        """Replace the selected original nodes; those before them, too, if no earlier node shares them."""
+        """Replace selected original nodes, and nodes before unless earlier nodes share these."""
         part = current.rest
         if not current.sharing:
             return ReplacedNodes(self._up_to(selected, part), reason)
@@ -348,7 +345,7 @@ class _Division:
         return reading if left else reading[:share]
 
     def _weights_of(self, index: int) -> frozenset[int | str]:
-        """The names and numbers of the weights that a node reads."""
+        """The names and numbers of the weights among the inputs of a node."""
         weights = set[int | str]()
         for value in self.after.nodes[index].inputs:
             if value == NOTHING or self.after.live[value]:
@@ -358,7 +355,7 @@ class _Division:
         return frozenset(weights - {"", NOTHING})
 
     def _tensors_read_by(self, original: int) -> set[int | str]:
-        """The names and numbers of the tensors that an original node reads."""
+        """The names and numbers of the inputs of an original node."""
         inputs = self.before.nodes[original].inputs
         names = {self.before.values[v].name for v in inputs if v != NOTHING}
         return names | {self.number[v] for v in inputs}
@@ -435,7 +432,7 @@ class _Division:
             collected |= self._repeated(at, behind, live)
 
     def _starts(self, value: int, behind: frozenset[int]) -> list[int]:
-        """The original values that a value replaces: its counterpart, and eliminated equal values."""
+        """The original values that a value replaces: counterpart and eliminated equal values."""
         alignment = self.alignment
         origin = alignment.origin(value)
         if origin == NOTHING:
@@ -462,7 +459,7 @@ class _Division:
         return self.alignment.numbers.idle[self.before.maker[original]]
 
     def _merged_copies(self, value: int, origin: int) -> list[int]:
-        """Outputs of eliminated nodes that returned their input, and that consumers of a value read.
+        """Outputs of eliminated nodes that returned their input, if consumers of a value read them.
 
         Two casts to the type that a tensor has are such nodes: common-subexpression elimination
         leaves one of them.
@@ -480,7 +477,7 @@ class _Division:
         return self._read_by_counterparts(value, copies)
 
     def _read_alike(self, value: int, equal: list[int]) -> list[int]:
-        """Of equal constants, those that the counterparts of its consumers read; all if there is none."""
+        """Of equal constants, the inputs of its consumers' counterparts; all if there are none."""
         if len(equal) < 2 or any(self.before.nodes[self.before.maker[one]].inputs for one in equal):
             return equal
         return self._read_by_counterparts(value, equal) or equal
@@ -493,7 +490,7 @@ class _Division:
         return [v for v in originals if not consumers.isdisjoint(self.before.readers[v])]
 
     def _read_by_consumers(self, value: int, equal: list[int]) -> list[int]:
-        """Of equal tensors, those that the counterparts of its consumers read.
+        """Of equal tensors, the inputs of its consumers' counterparts.
 
         All of them if a consumer has no counterpart.
         """
@@ -522,7 +519,7 @@ class _Division:
         return {maker for maker in self.alignment.makers(number) if not numbers.idle[maker]}
 
     def _reaches(self, value: int, nodes: set[int]) -> bool:
-        """Whether a node of ``nodes`` reads a tensor, directly or through results that have equal ones."""
+        """Whether a node of ``nodes`` depends on a tensor, only through results with equal ones."""
         queue, seen = [value], set[int]()
         members = self.alignment.numbers.members
         while queue and len(seen) < _MOST_REPEATED:

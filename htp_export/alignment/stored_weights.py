@@ -39,7 +39,7 @@ _SMALLEST = 4
 """Elements of a weight, at least; tensors with fewer are constants of the graph, such as axes."""
 
 _BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
-"""ONNX Runtime's operators with weights in packed blocks → inputs for levels, scales, zero points."""
+"""ONNX Runtime's operators with packed weights → inputs for levels, scales and zero points."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,29 @@ def _quantized(node: ir.Node) -> WeightNumbers | None:
     levels, scales, zeros = (None if value is None else value.const_value for value in inputs)
     if inputs[0] is None or levels is None or scales is None or levels.size < _SMALLEST:
         return None
+    if places is not None:
+        return _packed(node, inputs[0], levels, scales, zeros)
+    axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    load = functools.partial(_of_axis, levels, scales, zeros, axis, block)
+    return WeightNumbers([inputs[0], *node.outputs], load)
+
+
+def _packed(
+    node: ir.Node,
+    value: ir.Value,
+    levels: ir.TensorProtocol,
+    scales: ir.TensorProtocol,
+    zeros: ir.TensorProtocol | None,
+) -> WeightNumbers | None:
+    """The weight of an operator with packed blocks; None if its attributes are not valid."""
     number = node.attributes.get_int
-    block = number("block_size", 0)
-    if places is None:
-        load = functools.partial(_of_axis, levels, scales, zeros, number("axis", 1), block)
-        return WeightNumbers([inputs[0], *node.outputs], load)
-    # 4 bits and no columns: the operators' defaults
-    rows, bits, columns = levels.shape.numpy()[0], number("bits", 4), number("K", 0)
+    # 4 bits are the operators' default; without K, a row ends with its last block
+    bits, block, columns = number("bits", 4), number("block_size", 0), number("K", 0)
+    rows = levels.shape.numpy()[0]
     if bits not in (2, 4, 8) or block < 1 or scales.size * block < rows * columns:
         return None
     load = functools.partial(_of_packed_blocks, levels, scales, zeros, bits, block, columns or None)
-    return WeightNumbers([inputs[0]], load)
+    return WeightNumbers([value], load)
 
 
 def _of_axis(

@@ -60,7 +60,7 @@ class UnnamedAlignment(Alignment):
             super()._forward(node)
 
     def _by_values(self) -> bool:
-        """Match tensors with equal values, even against structure; return whether that added matches."""
+        """Match equal values, even against structure; return whether that added matches."""
         before = list(self.counterpart), dict(self.parts)
         for value, match in self.evidence.values.items():
             numbers = {self.numbers.number[original] for original in match.originals}
@@ -73,7 +73,7 @@ class UnnamedAlignment(Alignment):
         return before != (self.counterpart, self.parts)
 
     def _by_weights(self, node: SummaryNode, value: int) -> None:
-        """Match the output of a node that reads one weight, or several joined ones, with their products."""
+        """Match the output of a node with one weight, or joined weights, with their products."""
         weights = [v for v in node.inputs if v in self.evidence.weights]
         live = self.after.live_inputs(node)
         if len(weights) != 1 or len(live) != 1:
@@ -92,7 +92,7 @@ class UnnamedAlignment(Alignment):
             self.parts[value] = tuple(products)
 
     def _includes_more(self, node: SummaryNode, product: int) -> bool:
-        """Whether a node of the operator of an original product reads a weight that the original has not.
+        """Whether a node of a product's operator has a weight as input that the original has not.
 
         The bias of a folded BatchNormalization is such a weight. The node also does the work of the
         nodes after the product then.
@@ -103,7 +103,7 @@ class UnnamedAlignment(Alignment):
         return any(self.counterpart[v] == NOTHING for v in stored)
 
     def _product(self, node: SummaryNode, weight: int) -> int:
-        """The output of the only original consumer of a weight whose operator resembles the node's."""
+        """The output of the only original consumer of a weight that resembles the node."""
         consumers = [self.before.nodes[reader] for reader in self.before.readers[weight]]
         similar = [old for old in consumers if resembles(node.op, old.op) and len(old.outputs) == 1]
         if len(similar) != 1 or similar[0].scope:
@@ -125,7 +125,7 @@ class UnnamedAlignment(Alignment):
             self.further_originals[value] = further
 
     def _in_chain(self, value: int, originals: Sequence[int]) -> tuple[int, ...]:
-        """Among tensors in a chain of layout operators, the first; the last for an output of such an operator."""
+        """Among tensors in a chain of layout operators, the first; the last after a layout operator."""
         sources = {original: self._layout_sources(original) for original in originals}
         maker = self.after.maker[value]
         if maker != NOTHING and moves(self.after.nodes[maker].op):
@@ -136,7 +136,7 @@ class UnnamedAlignment(Alignment):
         return chosen or tuple(originals)
 
     def _layout_sources(self, original: int) -> set[int]:
-        """The inputs of the layout operator that produces an original value; none without one."""
+        """The inputs of the layout operator that produces an original value; else none."""
         maker = self.before.maker[original]
         if maker == NOTHING or not moves(self.before.nodes[maker].op):
             return set()

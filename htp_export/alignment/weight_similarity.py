@@ -20,7 +20,7 @@ EXACT = 2e-4
 """Relative error of float32 kernels that differ in the order of their sums."""
 
 _LARGEST = 0.3
-"""Largest relative error of a match: four bits for 32 weights cause 0.12, random tensors have 1.4."""
+"""Largest relative error of a match: four bits for 32 weights cause 0.12, unequal tensors 1.4."""
 
 _MARGIN = 3.0
 """Factor by which the error of the next original has to be larger, so that a match is unique."""
@@ -29,7 +29,7 @@ _AMPLIFIED = 4.0
 """Factor from the outputs' error to that of other tensors: later layers may reduce an error."""
 
 _FEWEST = 4
-"""Distinct numbers of a comparable tensor, at least; with fewer, such as masks, equality is chance."""
+"""Distinct numbers of a comparable tensor, at least: masks have fewer, and are equal by chance."""
 
 _PLACES = 128
 """Elements of a sample: for two random tensors, its error is about 1.4, and never below 0.9."""
@@ -47,7 +47,7 @@ _MOST_AXES = 5
 """Axes of a tensor whose permutations are tried, at most: five have 120, six already 720."""
 
 _FEW, _FITTED = 256, 0.05
-"""For tensors of fewer elements, the error after scaling: a fit may bring few numbers close by chance."""
+"""Largest error after scaling for tensors of fewer elements: few numbers may fit by chance."""
 
 
 @dataclass(frozen=True)

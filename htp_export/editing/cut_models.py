@@ -106,9 +106,9 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
 
 
 def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
-    """Return a model of a cut's graph, with the functions that it calls and the whole's versions."""
+    """Return a model of a cut's graph, with the functions that it calls and the same versions."""
     source = tagged.model
-    # A part of a model that another way than ONNX exported is of that way, too.
+    # A part of a graph that is not an ONNX model is none either, and keeps the mark of that.
     way = {key: way for key, way in source.metadata_props.items() if key == tags.WAY}
     model = ir.Model(
         graph,
@@ -143,20 +143,37 @@ def own_output(graph: ir.Graph, value: ir.Value, owned: Owned) -> ir.Value:
 def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
     """Replace the inputs of a cut that are sizes by nodes that compute them from the other inputs."""
     counterparts = dict(zip((*part.inputs.values(), *part.sizes), graph.inputs, strict=True))
+    nodes, computed = _size_nodes(graph, part, counterparts)
+    for value in part.sizes:
+        counterparts[value].replace_all_uses_with(computed[value], replace_graph_outputs=True)
+    graph.inputs[len(part.inputs) :] = []
+    for node in nodes:
+        Owned((part.path,), Reason.FLOW).write(node.metadata_props, {part.path})
+    if nodes:
+        first = next(iter(graph), None)
+        graph.insert_before(first, nodes) if first is not None else graph.extend(nodes)
+
+
+def _size_nodes(
+    graph: ir.Graph, part: Cut, counterparts: Mapping[ir.Value, ir.Value]
+) -> tuple[list[ir.Node], dict[ir.Value, ir.Value]]:
+    """Copies of a cut's size nodes that read its inputs, and size in the whole → size in the cut.
+
+    ``counterparts``: Input of the cut in the whole → the same in ``graph``.
+    """
+    arguments = list(part.inputs.values())
     by_name = {value.name: value for value in graph.initializers.values()}
-    # size in the whole → the same in the cut
-    computed: dict[ir.Value, ir.Value] = {}
-    nodes: list[ir.Node] = []
     sizes = [value for node in part.size_nodes for value in node.outputs]
     used = (*all_values(graph), *part.outputs.values(), *sizes)
     names = UsedNames(value.name for value in used if value.name)
-    arguments = list(part.inputs.values())
+    computed: dict[ir.Value, ir.Value] = {}
 
     def counterpart(value: ir.Value | None) -> ir.Value | None:
         if value is None:
             return None
         return computed.get(value) or counterparts.get(value) or by_name[value.name]
 
+    nodes: list[ir.Node] = []
     for node in part.size_nodes:
         places = None
         if node.op_type == "Shape" and node.inputs[0] not in arguments:
@@ -173,14 +190,7 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
         for old, new in zip(node.outputs, built[-1].outputs, strict=True):
             new.name, new.type, new.shape = old.name, old.type, old.shape
             computed[old] = new
-    for value in part.sizes:
-        counterparts[value].replace_all_uses_with(computed[value], replace_graph_outputs=True)
-    graph.inputs[len(arguments) :] = []
-    for node in nodes:
-        Owned((part.path,), Reason.FLOW).write(node.metadata_props, {part.path})
-    if nodes:
-        first = next(iter(graph), None)
-        graph.insert_before(first, nodes) if first is not None else graph.extend(nodes)
+    return nodes, computed
 
 
 def _read_dimensions(

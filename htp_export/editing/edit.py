@@ -1,8 +1,8 @@
-"""An edit of a tagged model: owners of new nodes are known when they are made, modules are described once, at the end.
+"""An edit of a tagged model: owners are set when nodes are created, modules described at the end.
 
-Whoever changes a graph knows of each new node which module call it works for. An `Edit` is told
-this when the node is made, so that nothing is inferred afterwards. It also has the signatures and
-the module tree, which follow the change, and writes both into the model's metadata when it ends.
+Code that changes a graph knows the module call of each new node. It tells an `Edit` when it creates
+the node, so that nothing is inferred afterwards. The edit also has the signatures and the module
+tree, and writes both into the model's metadata when it ends.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ ROOT = Instance("")
 class Edit:
     """A change of a tagged model, in place.
 
-    The owners of new nodes are written when the nodes are made; modules and signatures are written
-    when the ``with`` block ends without an error. The model is read again then
-    (`TaggedModel.refresh`).
+    The owners of new nodes are written immediately; modules and signatures when the ``with`` block
+    ends without an error. Then the model is read again (`TaggedModel.refresh`).
 
     Args:
-        tagged: The model, a copy that nobody else has.
-            `htp_export.editing.flattening.read_for_change` makes one.
+        tagged: The model, a copy of its own;
+            `htp_export.editing.flattening.read_for_change` returns one.
 
     Attributes:
         tagged: The model.
         graph: Its main graph.
         names: The names in use.
-        signatures: Module path → its calls, as they are to be written; changed in place.
+        signatures: Module path → the signatures to write; changed in place.
         changes: The steps so far, in order.
 
     Examples:
@@ -90,7 +89,7 @@ class Edit:
 
     @property
     def hierarchy(self) -> Hierarchy:
-        """The modules, as they are to be written."""
+        """The modules to write."""
         return self._hierarchy
 
     # --- nodes ----------------------------------------------------------------------------------------------
@@ -105,19 +104,18 @@ class Edit:
         *,
         outputs: Sequence[ir.Value] | None = None,
     ) -> ir.Node:
-        """A new node that does work of a module call; it is in no graph yet.
+        """Create a node that belongs to a module call; it is not in a graph yet.
 
-        ``name`` gets a number if another node has it. ``outputs`` are new values without names if
-        they are not given.
+        ``name`` gets a number if another node has it. Without ``outputs``, it has new values
+        without names.
         """
-        made = ir.node(
-            op_type, inputs, attributes, outputs=outputs, name=self.names.nodes.unused(name)
-        )
-        self.own(made, call)
-        return made
+        unused = self.names.nodes.unused(name)
+        node = ir.node(op_type, inputs, attributes, outputs=outputs, name=unused)
+        self.own(node, call)
+        return node
 
     def own(self, node: ir.Node, call: Instance, reason: str = Reason.INSERTED) -> None:
-        """Make a module call the owner of a node."""
+        """Set a module call as the owner of a node."""
         runs_often = self._hierarchy[call.path].calls > 1
         owned = Owned((call.path,), reason, str(call.call) if runs_often else "")
         owned.write(node.metadata_props, self._hierarchy.called)
@@ -132,9 +130,10 @@ class Edit:
         readers: Iterable[tuple[ir.Node, int]] | None = None,
         rest: str | None = None,
     ) -> None:
-        """Let a tensor have the name and the consumers of another one, as `htp_export.editing.editing.replace_uses`.
+        """Replace a tensor for its consumers; the new one gets its name.
 
-        ``rest`` is the name of the other one then; it gets a number if another tensor has it.
+        As `htp_export.editing.editing.replace_uses`. ``rest`` is the name of ``old`` afterwards; it
+        gets a number if another tensor has it.
         """
         self.changes.append(Change("replaced", str(old.name), str(old.name)))
         replace_uses(old, new, readers, None if rest is None else self.names.tensors.unused(rest))
@@ -142,7 +141,10 @@ class Edit:
     def rename(
         self, name_of: Callable[[str], str | None], paths: Collection[str] | None = None
     ) -> None:
-        """Rename tensors in the signatures of modules, of all if no ``paths`` are given; None: the tensor is gone."""
+        """Rename tensors in the signatures of modules; of all modules without ``paths``.
+
+        ``name_of`` returns None for a removed tensor.
+        """
         for path, calls in self.signatures.items():
             if paths is None or path in paths:
                 self.signatures[path] = [call.renamed(name_of) for call in calls]
@@ -150,25 +152,24 @@ class Edit:
     # --- modules --------------------------------------------------------------------------------------------
 
     def add_modules(self, modules: Mapping[str, Sequence[ModuleInfo]]) -> None:
-        """Add modules, each behind all that lie at or below a path."""
+        """Add modules, each after all modules at or below a path."""
         listed: list[ModuleInfo] = []
-        # the paths that are to get modules, and whose last module has not come yet
-        around: list[str] = []
+        # paths in ``modules`` whose descendants are being listed
+        open_paths: list[str] = []
         for path, module in self._hierarchy.items():
-            while around and not tags.is_under(path, around[-1]):
-                listed += modules[around.pop()]
+            while open_paths and not tags.is_under(path, open_paths[-1]):
+                listed += modules[open_paths.pop()]
             listed.append(module)
             if path in modules:
-                around.append(path)
-        while around:
-            listed += modules[around.pop()]
+                open_paths.append(path)
+        while open_paths:
+            listed += modules[open_paths.pop()]
         self._hierarchy = Hierarchy(listed)
-        self.changes += [
-            Change("module", module.path) for added in modules.values() for module in added
-        ]
+        for added in modules.values():
+            self.changes += [Change("module", module.path) for module in added]
 
     def remove_modules(self, paths: Collection[str]) -> None:
-        """Remove modules and their signatures; their nodes are gone, or have other owners."""
+        """Remove modules and their signatures; their nodes are removed or have other owners."""
         self._hierarchy = Hierarchy(
             module for path, module in self._hierarchy.items() if path not in paths
         )
@@ -177,7 +178,7 @@ class Edit:
         self.changes += [Change("removed", path) for path in paths]
 
     def set_fates(self, fates: Mapping[str, Fate]) -> None:
-        """Set the fates of modules; the others keep theirs."""
+        """Set the fates of some modules."""
         self._hierarchy = self._hierarchy.with_results(fates=fates)
 
     # --- the end --------------------------------------------------------------------------------------------
@@ -191,11 +192,8 @@ class Edit:
         self._check_owners()
         if self._checked is not None:
             PassDifference.between(self._checked, Snapshot(self.tagged.model)).check_records()
-        had = self.tagged.hierarchy
-        signatures_changed = {
-            path: tuple(calls) for path, calls in self.signatures.items()
-        } != self._before
-        if self._hierarchy is not had or signatures_changed:
+        signatures = {path: tuple(calls) for path, calls in self.signatures.items()}
+        if self._hierarchy is not self.tagged.hierarchy or signatures != self._before:
             known = self.signatures if self._before else None
             write_model_metadata(
                 self.tagged.model.metadata_props, self._hierarchy, signatures=known
@@ -203,7 +201,7 @@ class Edit:
         return self.tagged.refresh(self._hierarchy)
 
     def _check_owners(self) -> None:
-        """Refuse an edit that added a node without an owner; nodes that had none before may stay so."""
+        """Raise an error if a new node has no owner; nodes that had none before may stay so."""
         for node in _untagged(self.tagged.model):
             if node not in self._untagged:
                 raise HtpExportError(

@@ -136,13 +136,13 @@ def times(one: Array, other: Array) -> Array | None:
 
 
 def _normal(result: Array, zeros: Array) -> Array | None:
-    """A result whose elements are normal numbers, or zeros where ``zeros`` expects them; else None."""
+    """The result if its elements are normal numbers, or expected ``zeros``; else None."""
     normal = np.isfinite(result) & (np.abs(result) >= np.finfo(result.dtype).tiny)
     return np.asarray(result) if (normal | (zeros & (result == 0))).all() else None
 
 
 def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
-    """For a product with one number: its factors; None if it is a boundary, or has other consumers."""
+    """The factors of a product with one number, if it has one consumer and is no boundary."""
     if value is None or only_consumer(value) is None or is_boundary(value):
         return None
     return multiple(value.producer())
@@ -178,7 +178,7 @@ def replace_uses(
     readers: Iterable[tuple[ir.Node, int]] | None = None,
     rest: str | None = None,
 ) -> None:
-    """Replace a value by another one, which gets its name, its place as an output, and its consumers.
+    """Replace a value by another one, which gets its name, consumers and place as an output.
 
     It also gets missing type and shape.
 
@@ -261,7 +261,7 @@ Others only accept more types or attributes (https://github.com/onnx/onnx/blob/m
 
 
 def raised(tagged: TaggedModel, opset: int) -> TaggedModel:
-    """Return a model with the operators of an opset or a later one; itself if it cannot be converted.
+    """Convert a model to an opset; return the same model if it is later, or cannot be converted.
 
     Raises:
         InputError: If the meaning of an operator of the model changes in that opset.

@@ -1,4 +1,4 @@
-"""Functions dissolved into the graph that calls them, every node as it was before it went into one."""
+"""Functions dissolved into the graph that calls them; nodes are as they were before `functions`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _CALLER = "htp.caller"  # never written to files
 
 @names_model_faults("source")
 def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
-    """A model whose functions are dissolved, each node in the module whose work it does; as it is where it has none.
+    """Read a model and dissolve its functions, so that each node is in its module.
 
-    Functions that cannot be dissolved stay: one that calls itself, or has graphs as attributes. A
-    warning says so. Functions that were not made of modules are dissolved with ``others`` only. A
-    model in memory is not changed.
+    Functions that cannot be dissolved stay, with a warning: one that calls itself, or has graphs as
+    attributes. Functions that are not modules are dissolved only with ``others``. A model in memory
+    is not changed.
 
     Raises:
         FileError: If a file cannot be read.
@@ -60,20 +60,20 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
 
 
 def read_for_change(source: ModelSource) -> TaggedModel:
-    """A model to change, without the functions that ``functions`` made: a file's, or a copy of one in memory."""
+    """Read a model for changes, without functions of `functions`; one in memory is copied."""
     tagged = read_flat(source, others=False)
     return tagged if isinstance(source, str | os.PathLike) else tagged.clone()
 
 
 def flattened(tagged: TaggedModel) -> tuple[ir.Model, dict[str, int]]:
-    """A copy of a model without functions, and how often each was called; see `read_flat`."""
+    """Return a copy of a model without functions, and their numbers of calls; see `read_flat`."""
     model = tagged.model.clone()
     counts = dissolve(model, tagged.hierarchy, tagged.calls)
     return model, counts | _inline_others(model)
 
 
 def dissolved(tagged: TaggedModel, inlined: list[InlinedCall] | None = None) -> TaggedModel:
-    """A copy of a model without the functions that ``functions`` made; see `dissolve`."""
+    """Return a copy of a model without the functions of `functions`; see `dissolve`."""
     work = tagged.clone()
     dissolve(work.model, work.hierarchy, work.calls, inlined)
     return work
@@ -82,22 +82,22 @@ def dissolved(tagged: TaggedModel, inlined: list[InlinedCall] | None = None) -> 
 def dissolve(
     model: ir.Model, hierarchy: Hierarchy, calls: CallTree, inlined: list[InlinedCall] | None = None
 ) -> dict[str, int]:
-    """Inline the functions that ``functions`` made, in place; ``inlined`` gets an entry for each call, in order.
+    """Inline the functions of `functions`, in place.
+
+    ``inlined``: A list that gets an entry for each call, in order.
 
     Returns:
-        Identifier of each function → how often it was called.
+        Identifier of each function → its number of calls.
 
     Raises:
-        InputError: If a function calls itself, or if what the model says of its functions cannot be
-            read.
+        InputError: If a function calls itself, or the metadata about functions are not valid.
     """
-    functions = {
-        key: function for key, function in model.functions.items() if function.domain == DOMAIN
-    }
+    functions = {key: each for key, each in model.functions.items() if each.domain == DOMAIN}
     dissolver = _Dissolver(functions, Expectations(hierarchy, calls), model.graph, inlined)
     try:
         written = Records.from_json(model.metadata_props.get(tags.FUNCTIONS, "{}"))
-        for call in [node for node in model.graph.all_nodes() if node.op_identifier() in functions]:
+        calling = [node for node in model.graph.all_nodes() if node.op_identifier() in functions]
+        for call in calling:
             dissolver.dissolve(call, entry_of(written.calls, str(call.name)))
     except ValueError as error:
         raise InputError(
@@ -108,32 +108,33 @@ def dissolve(
         del model.functions[key]
     model.metadata_props.pop(tags.FUNCTIONS, None)
     if functions and all(node.domain != DOMAIN for node in all_nodes(model)):
-        for imports in (
-            model.opset_imports,
-            *(function.opset_imports for function in model.functions.values()),
-        ):
-            imports.pop(DOMAIN, None)
+        model.opset_imports.pop(DOMAIN, None)
+        for function in model.functions.values():
+            function.opset_imports.pop(DOMAIN, None)
     return dissolver.counts
 
 
 @dataclass(frozen=True)
 class InlinedCall:
-    """One call of a function that was inlined; name in its body → value in the flat graph, until an inner call is."""
+    """One inlined call: name in the function's body → value in the flat graph.
+
+    An inner call that is inlined later replaces its values.
+    """
 
     function: ir.OperatorIdentifier
     values: Mapping[str, ir.Value]
 
 
 _Call: TypeAlias = tuple[ir.Node, Record, Instance, tuple[ir.OperatorIdentifier, ...]]
-"""A call to replace, what its nodes were, which module call it is, and the functions whose bodies it comes from."""
+"""A call to replace, the record of its nodes, its module call, and the functions around it."""
 
 
 class _Dissolver:
-    """Puts copies of functions' bodies in place of their calls, each as the flat graph had it.
+    """Replaces calls by copies of the functions' bodies, as they were in the flat graph.
 
-    ``onnx_ir``'s ``InlinePass``, which inlines all other functions, gives every node and tensor a
-    new name and merges the metadata of the call into it; what a node was is written down by the
-    names in the function's body.
+    ``onnx_ir``'s ``InlinePass``, which inlines all other functions, renames every node and tensor
+    and merges the metadata of the call into it. The records of original nodes are by name in the
+    function's body.
     """
 
     def __init__(
@@ -144,14 +145,14 @@ class _Dissolver:
         inlined: list[InlinedCall] | None,
     ) -> None:
         self._functions, self._expected, self._inlined = functions, expected, inlined
-        # input of a body in the graph → the argument
-        self._given: dict[ir.Value, ir.Value | None] = {}
+        # input of an inlined body → the argument
+        self._arguments: dict[ir.Value, ir.Value | None] = {}
         self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
         self._node_names = UsedNames(str(node.name) for node in graph.all_nodes())
         self._value_names = UsedNames(str(value.name) for value in all_values(graph))
 
     def dissolve(self, call: ir.Node, record: Record) -> None:
-        """Replace a call, and the calls in what comes in its place; a ValueError if a function calls itself."""
+        """Replace a call, and the calls in its body; a ValueError if a function calls itself."""
         waiting: list[_Call] = [(call, record, self._expected.instance(call, Instance("")), ())]
         while waiting:
             waiting += reversed(self._replace(*waiting.pop()))
@@ -163,7 +164,7 @@ class _Dissolver:
         instance: Instance,
         running: tuple[ir.OperatorIdentifier, ...],
     ) -> list[_Call]:
-        """Replace one call, as the module call that it is; the calls that are in its place now."""
+        """Replace one call of a function for one call of a module; return the calls in its body."""
         identifier, graph = call.op_identifier(), call.graph
         function = self._functions[identifier]
         if identifier in running or graph is None:
@@ -173,9 +174,8 @@ class _Dissolver:
         inner: list[_Call] = []
         values: dict[str, ir.Value] = {}
         for shared, node in list(zip(function.all_nodes(), body.all_nodes(), strict=True)):
-            values |= {
-                str(one.name): made for one, made in zip(shared.outputs, node.outputs, strict=True)
-            }
+            for original, copy in zip(shared.outputs, node.outputs, strict=True):
+                values[str(original.name)] = copy
             entry = entry_of(record, str(shared.name))
             restore(node, entry, self._expected.metadata(shared, instance))
             if node.op_identifier() in self._functions:
@@ -189,14 +189,15 @@ class _Dissolver:
         return inner
 
     def _put_in_place(self, body: ir.Graph, call: ir.Node, graph: ir.Graph) -> None:
+        """Insert the nodes of a copied body before a call, and remove the call."""
         returned = set(body.outputs)
         for value in all_values(body):
             if value.name and value not in returned and not value.is_graph_input():
                 rename(value, self._value_names.unused(value.name))
-        given = (value and self._given.get(value, value) for value in call.inputs)
-        arguments = dict(zip(body.inputs, given, strict=False))
+        passed = (value and self._arguments.get(value, value) for value in call.inputs)
+        arguments = dict(zip(body.inputs, passed, strict=False))
         replaced = {formal: arguments.get(formal) for formal in body.inputs}
-        self._given |= replaced
+        self._arguments |= replaced
         for node in dict.fromkeys(use.node for formal in body.inputs for use in formal.uses()):
             if node.op_identifier() not in self._functions:  # an inner call is replaced, too
                 replace_inputs(node, replaced)
@@ -208,55 +209,48 @@ class _Dissolver:
             value.type, value.shape = result.type, result.shape
             value.metadata_props.clear()
             value.metadata_props.update(result.metadata_props)
-            # the results of inner calls are looked up by their names
+            # Inner calls are recorded by the names of their results: the call keeps them.
             replace_uses(result, value, rest=result.name)
-        replace_inputs(
-            call,
-            {
-                value: None
-                for value in call.inputs
-                if value is not None and value not in self._given
-            },
-        )
+        unused: dict[ir.Value, ir.Value | None] = {}
+        for read in call.inputs:
+            if read is not None and read not in self._arguments:
+                unused[read] = None
+        replace_inputs(call, unused)
         graph.remove(call)
 
 
 def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
-    """Put the nodes where they were, unless another tool has changed the graph since."""
+    """Restore the order of the nodes, unless another tool changed the graph since."""
     nodes = list(graph)
     if sorted(order) != list(range(len(nodes))):
         return
     ordered = [node for _, node in sorted(zip(order, nodes, strict=True), key=lambda pair: pair[0])]
     placed: set[ir.Node] = set()
     for node in ordered:
-        before = (
-            producer for value in reads_of(node) if (producer := value.producer()) is not None
-        )
-        if any(producer.graph is graph and producer not in placed for producer in before):
-            return
+        for value in reads_of(node):
+            producer = value.producer()
+            if producer is not None and producer.graph is graph and producer not in placed:
+                return
         placed.add(node)
     graph.remove(nodes)
     graph.extend(ordered)
 
 
 def _inline_others(model: ir.Model) -> dict[str, int]:
-    """Inline functions that were in the model as it was exported, or that another tool made.
+    """Inline functions that were in the exported model, or that another tool made.
 
-    A node keeps tags of its own, unless they lie outside the modules of the call: the function
+    A node keeps its own tags, unless they are outside the modules of the call: then the function
     serves several modules.
     """
     if not model.functions:
         return {}
     called = {f"{domain}::{name}": 0 for domain, name, _ in model.functions}
     for node in all_nodes(model):
-        node.metadata_props.pop(_CALLER, None)  # of a file that has the key
+        metadata = node.metadata_props
+        metadata.pop(_CALLER, None)  # an untrusted file may have the key
         if node.op_identifier() in model.functions:
-            entry = {
-                key: node.metadata_props.pop(key)
-                for key in tags.NODE_KEYS
-                if key in node.metadata_props
-            }
-            node.metadata_props[_CALLER] = json.dumps(entry)
+            own = {key: metadata.pop(key) for key in tags.NODE_KEYS if key in metadata}
+            metadata[_CALLER] = json.dumps(own)
             called[f"{node.domain}::{node.op_type}"] += 1
     try:
         InlinePass()(model)
@@ -267,9 +261,12 @@ def _inline_others(model: ir.Model) -> dict[str, int]:
     model.functions.clear()
     for node in all_nodes(model):
         caller = json.loads(node.metadata_props.pop(_CALLER, "{}"))
-        named, above = tags.owners_of(node.metadata_props), tags.owners_of(caller)
-        if above and not (
-            named and all(any(tags.is_under(path, up) for up in above) for path in named)
-        ):
+        own_paths, around = tags.owners_of(node.metadata_props), tags.owners_of(caller)
+        if around and not (own_paths and _are_under(own_paths, around)):
             tags.tag_node(node.metadata_props, caller)
     return called
+
+
+def _are_under(paths: Sequence[str], around: Sequence[str]) -> bool:
+    """Whether each of some modules is one of others, or a descendant."""
+    return all(any(tags.is_under(path, up) for up in around) for path in paths)

@@ -1,8 +1,8 @@
-"""What a model with functions says of its flat graph, and what that makes of the nodes of functions' bodies.
+"""Records of a flat graph in a model with functions, and the nodes that follow from them.
 
-A node in a body stands for as many nodes as the function has calls. It bears the name of the first
-of them and the owners of all. What it is in one call follows from that call's tags; what does not
-follow (names, types, torch's own metadata) is written down in the model's metadata, as
+A node in a body represents one node for each call of the function. It has the name of the first of
+them and the owners of all. Its state in one call follows from that call's tags. Facts that do not
+follow (names, types, torch's own metadata) are recorded in the model's metadata, as
 ``htp.functions``; see ``docs/format.md``.
 """
 
@@ -24,35 +24,35 @@ from htp_export.model.tensor_names import rename
 from htp_export.shapes.operator_kinds import subgraphs
 
 DOMAIN = "htp"
-"""The domain of the functions that are made of modules."""
+"""The domain of functions that are modules."""
 
 
 Record: TypeAlias = dict[str, Any]
-"""Name of a node of a function's body → what it was in one call, as far as that is not expected."""
+"""Name of a node of a function's body → differences in one call from its expected state."""
 
 
 @dataclass(frozen=True)
 class Records:
-    """What a model with functions says of the flat graph: ``htp.functions``.
+    """The record of the flat graph in a model with functions: ``htp.functions``.
 
     Attributes:
-        calls: Name of a call outside of functions → what its nodes were; calls that lose nothing
-            are absent.
-        order: For each node, once all calls are dissolved, its place in the flat graph; empty if in
-            that order.
+        calls: Name of a call outside functions → the record of its nodes; absent for a call without
+            differences.
+        order: For each node, once all calls are dissolved, its index in the flat graph; empty if
+            they are in that order.
     """
 
     calls: Mapping[str, Record]
     order: Sequence[int] = ()
 
     def to_json(self) -> str:
-        """What is written: the order only where it is another one."""
+        """Return the text for the metadata; the order only if it differs."""
         written = {"calls": self.calls, **({"order": self.order} if self.order else {})}
         return tags.json_text(written)
 
     @classmethod
     def from_json(cls, text: str) -> Records:
-        """What ``to_json`` wrote; a ValueError for something else."""
+        """Read the text of ``to_json``; raise ValueError for any other text."""
         content = "calls and their order"
         written = tags.json_object(tags.FUNCTIONS, text, content)
         order = written.get("order", [])
@@ -62,7 +62,7 @@ class Records:
 
 
 def entry_of(record: Mapping[str, Any], name: str) -> Record:
-    """What is written under a name, or nothing; a ValueError if that is no JSON object."""
+    """Return the entry of a name, or an empty one; raise ValueError if it is no JSON object."""
     entry = record.get(name, {})
     if not isinstance(entry, dict):
         raise ValueError(f"{tags.FUNCTIONS}: what it says of {name!r} is no JSON object")  # noqa: TRY004 - a bad value
@@ -70,10 +70,9 @@ def entry_of(record: Mapping[str, Any], name: str) -> Record:
 
 
 class Expectations:
-    """What the nodes of functions' bodies are in certain calls, as far as the calls' tags tell.
+    """The expected states of the nodes of functions' bodies in certain calls, by the calls' tags.
 
-    Each body is looked at once, however many calls there are; make a new one when tags have
-    changed.
+    Each body is read once, for all calls. After a change of tags, create a new object.
     """
 
     def __init__(self, hierarchy: Hierarchy, calls: CallTree) -> None:
@@ -81,9 +80,9 @@ class Expectations:
         self._owners: dict[ir.Node, tuple[str, ...]] = {}
 
     def metadata(self, shared: ir.Node, instance: Instance) -> dict[str, str]:
-        """The metadata that a node of a body has when the function is called for ``instance``.
+        """The metadata of a body's node in a call of the function for ``instance``.
 
-        Of its owners, those at or below the module that is called; all, where none is.
+        It has the owners at or below the called module, or all if there is none.
         """
         metadata = dict(shared.metadata_props)
         if shared not in self._owners:
@@ -100,18 +99,18 @@ class Expectations:
             call = self._call(owners[0], instance)
         had_namespace = tags.NAMESPACE in metadata
         Owned(owners, reason, call).write(metadata, self._hierarchy.called)
-        if not had_namespace:  # viewers need it, nothing else does
+        if not had_namespace:  # only viewers need it
             del metadata[tags.NAMESPACE]
         return metadata
 
     def instance(self, shared: ir.Node, instance: Instance) -> Instance:
-        """The module call that a call in a body is for, when the function is called for ``instance``."""
+        """The module call of a call in a body, when the function is called for ``instance``."""
         metadata = self.metadata(shared, instance)
         owners, call = tags.owners_of(metadata), number_in(metadata.get(tags.CALL, ""))
         return Instance(owners[0] if owners else instance.path, call or 0)
 
     def _call(self, owner: str, instance: Instance) -> str:
-        """Which call of a module it is, where that ran several times, and once in the one that is called."""
+        """The call of a module that ran several times, but once in the called module; else ``""``."""
         if owner not in self._hierarchy or self._hierarchy[owner].calls < 2:
             return ""
         numbers = self._calls.numbers(owner, instance)
@@ -119,7 +118,7 @@ class Expectations:
 
 
 def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
-    """Make a copy of a body's node what it was: as expected, but for what its entry says; a ValueError if broken."""
+    """Restore a copy of a body's node: expected state, then its entry; a ValueError if invalid."""
     node.metadata_props.clear()
     node.metadata_props.update(metadata)
     try:
@@ -155,13 +154,13 @@ _KINDS: Mapping[str, type[ir.SequenceType | ir.OptionalType]] = {
     "sequence": ir.SequenceType,
     "optional": ir.OptionalType,
 }
-"""What a value may hold besides a tensor, as records name it."""
+"""Name in records → type of a value that contains other values."""
 
 
 def written_type(value: ir.Value) -> Any:
-    """The type of a value, as plain data: element type and dimensions of a tensor; None if it is not known.
+    """The type of a value as plain data: element type and dimensions of a tensor; None if unknown.
 
-    Of a sequence or an optional value, its kind and the same of what it holds.
+    For a sequence or an optional value: its kind, and the type of its elements.
 
     Examples:
         >>> written_type(ir.Value(type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2, "n"])))
@@ -186,7 +185,7 @@ def _plain(kind: ir.TypeProtocol | None, dimensions: list[Any] | None) -> Any:
 
 
 def _set_type(value: ir.Value, written: Any) -> None:
-    """Give a value the type that ``written_type`` wrote."""
+    """Set the type of a value to one from ``written_type``."""
     kinds: list[type[ir.SequenceType | ir.OptionalType]] = []
     while isinstance(written, dict):
         ((name, written),) = written.items()

@@ -189,7 +189,7 @@ def _boundary(
 
 
 def _named_by_recipe(value: ir.Value) -> ir.TensorProtocol | None:
-    """The tensor of a weight with its recipe: without one, its name is the parameter, and that changes."""
+    """The tensor of a weight with its recipe: without one, its name would be its parameter."""
     tensor = constant_of(value)
     if tensor is None or tags.RECIPE in tensor.metadata_props:
         return tensor
@@ -315,8 +315,7 @@ def remove_unused(values: Iterable[ir.Value], among: Container[ir.Node] | None =
             continue
         node = value.producer()
         if node is None:
-            if value.is_initializer() and not value.is_graph_input() and value.graph is not None:
-                value.graph.initializers.pop(str(value.name))
+            _remove_initializer(value)
             continue
         if not isinstance(node.graph, ir.Graph) or (among is not None and node not in among):
             continue
@@ -326,6 +325,12 @@ def remove_unused(values: Iterable[ir.Value], among: Container[ir.Node] | None =
         for each in with_subgraphs(node):
             waiting += [read for read in each.inputs if read is not None]
             each.resize_inputs(0)
+
+
+def _remove_initializer(value: ir.Value) -> None:
+    """Remove an initializer from its graph; one that is also an input of the model stays."""
+    if value.is_initializer() and not value.is_graph_input() and value.graph is not None:
+        value.graph.initializers.pop(str(value.name))
 
 
 def _freed_names(part: Submodel) -> dict[str, str]:

@@ -19,7 +19,7 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.boundaries import Boundaries
 
 _MOST_PARTNERS = 12
-"""Partners of a fused module, at most: instead of a longer list, the module around them is named."""
+"""Partners of a fused module, at most: the module around them replaces a longer list."""
 
 Key = TypeVar("Key", bound=Hashable)
 

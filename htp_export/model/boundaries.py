@@ -37,7 +37,7 @@ from htp_export.shapes.operator_kinds import (
 )
 
 BOUNDARY = "htp_export.boundary"
-"""Key in a value's ``meta``: it is at the boundary of a module, which is exact while the value exists."""
+"""Key in a value's ``meta``: a boundary tensor of a module, which is exact while it exists."""
 
 OUTSIDE = -1  # instead of a node: for inputs and outputs of the graph, and for weights
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def nodes_below(nodes: Iterable[tuple[T, NodeCalls]]) -> dict[str, list[T]]:
-    """Module path → the nodes with an owner at or below it, except those for callers outside."""
+    """Module path → the nodes with an owner at or below it, except for callers outside."""
     listed = list(nodes)
     alike: dict[frozenset[str], list[int]] = {}
     for place, (_, work) in enumerate(listed):
@@ -252,7 +252,7 @@ def dependence(
 def reads_and_results(
     nodes: Iterable[ir.Node],
 ) -> Iterator[tuple[Sequence[ir.Value | None], Sequence[ir.Value]]]:
-    """For each node: values that it reads, and values that depend on them.
+    """For each node: inputs, with the values that subgraphs read, and values that depend on them.
 
     Nodes in subgraphs come after the node that holds these.
     """

@@ -277,6 +277,7 @@ class Cutter:
 
         None if a size is of no input.
         """
+        # Many branches: one search, in which each kind of value is followed in its own way.
         if not self.is_size(value):
             return None
         cone: dict[ir.Node, None] = {}

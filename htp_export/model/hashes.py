@@ -266,7 +266,7 @@ _MEASURED: Mapping[str, tuple[int, ...]] = {
     "QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2), "MatMulInteger": (2, 3), "ConvInteger": (2, 3),
     "QLinearMatMul": (1, 2, 4, 5, 6, 7), "QLinearConv": (1, 2, 4, 5, 6, 7),
 }  # fmt: skip
-"""Operator → inputs that are scales and zero points: measured numbers like weights, not settings."""
+"""Operator → inputs that are scales and zero points: measured as weights are, not settings."""
 
 
 class Hasher:

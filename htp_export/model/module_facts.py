@@ -233,7 +233,7 @@ def _sources(tagged: TaggedModel, node: ir.Node) -> Iterator[ir.Value]:
 
 
 def is_weight(value: ir.Value, reader: ir.Node) -> bool:
-    """Whether a stored tensor that a node reads is a weight, and no scalar, index or size.
+    """Whether a stored tensor that a node consumes is a weight, and no scalar, index or size.
 
     Weights are floating point, complex or quantized: integers of at most eight bits, and wider
     biases of quantized operators.

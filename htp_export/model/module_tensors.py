@@ -164,13 +164,16 @@ def named_tensor(listed: Sequence[ModuleTensor], place: Place, path: str) -> lis
     candidates = wanted if place.name else [tensor for tensor in wanted if tensor.first]
     found = [tensor for tensor in candidates if _is_at(tensor, place)]
     if not found:
-        kind = "input" if place.side == IN else "output"
         names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted))
         names = names or ("none that the file knows" if listed else "none, as it never ran")
-        raise SelectorError(
-            place.text, f"module {path or '.'!r} has no such {kind}; it has: {names}"
-        )
+        raise _no_such_tensor(place, path, names)
     return found
+
+
+def _no_such_tensor(place: Place, path: str, names: str) -> SelectorError:
+    """The error for a place that selects no tensor of a module; ``names``: the tensors it has."""
+    kind = "input" if place.side == IN else "output"
+    return SelectorError(place.text, f"module {path or '.'!r} has no such {kind}; it has: {names}")
 
 
 def chosen_tensors(

@@ -109,7 +109,7 @@ class PartTensor(NamedTuple):
 def part_tensors(
     tagged: TaggedModel, part_of: Mapping[ir.Node, int], counts: Callable[[ir.Value], bool]
 ) -> Iterator[PartTensor]:
-    """The tensors that parts read, also in subgraphs, and those that the model returns.
+    """The tensors that parts consume, also in subgraphs, and the tensors that the model returns.
 
     Args:
         tagged: The model.

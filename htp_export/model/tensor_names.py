@@ -68,7 +68,7 @@ class Names:
 def names_now(model: ir.Model) -> dict[ir.Value | ir.Node, str | None]:
     """The tensors and nodes of a model with their names, for `separate_names`.
 
-    Those of subgraphs and functions are included.
+    Subgraphs and functions are included.
     """
     found: dict[ir.Value | ir.Node, str | None] = {}
     for graph in _wholes(model):
@@ -390,7 +390,7 @@ def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None
             value.meta[_QUANTIZATION] = {key: renamed.get(n, n) for key, n in names.items()}
 
 
-# --- an order of nodes that depends on the graph alone: not on names, and not on the file's order ---
+# --- an order of nodes that depends on the graph alone, not on names or on the file's order ---
 
 
 def _canonical_order(graph: ir.Graph) -> list[ir.Node]:
@@ -440,7 +440,7 @@ def _reach(start: ir.Node | None, graph: ir.Graph, order: dict[ir.Node, None]) -
 
 
 def _producers(node: ir.Node, graph: ir.Graph) -> Sequence[ir.Node]:
-    """The producers of a node's inputs in its graph; those of its subgraphs' inputs are last."""
+    """The producers of a node's inputs in its graph, and then of its subgraphs' inputs."""
     read: Iterable[ir.Value | None] = node.inputs
     if subgraphs(node):
         read = (*node.inputs, *(value for _, body in bodies_of(node) for value in _read_in(body)))
@@ -449,7 +449,7 @@ def _producers(node: ir.Node, graph: ir.Graph) -> Sequence[ir.Node]:
 
 
 def _read_in(body: ir.Graph) -> Iterator[ir.Value]:
-    """The values that a subgraph reads, in its canonical order, also its own and outer ones."""
+    """The inputs of a subgraph's nodes, in its canonical order, also its own and outer values."""
     for node in _canonical_order(body):
         yield from (value for value in node.inputs if value is not None)
         for _, inner in bodies_of(node):

@@ -1,8 +1,8 @@
-"""The stored tensors that nodes read, and where in them the parameters that PyTorch had are.
+"""The stored tensors that nodes read, and the places of PyTorch's parameters in them.
 
-The file says which parameters each module holds, and of which of them an initializer was made. Of
-one that a tool made in another way, only the modules are known whose nodes read it: their
-parameters without a place are ``merged`` into it.
+The file lists the parameters of each module, and the parameters from which an initializer was
+computed. For an initializer of a tool without a recipe, only the modules of its consumers are
+known: their parameters without a place are ``merged`` into it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _MOVES = {
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A stored tensor that a value has its numbers from.
+    """A stored tensor with the numbers of a value.
 
     Attributes:
         tensor: The initializer, or the output of a ``Constant``.
-        steps: The nodes on the way, the first one reads the tensor.
-        within: The modules of the calls of functions that it was passed to, the outermost first.
+        steps: The nodes between them; the first one reads the tensor.
+        within: The modules of the function calls to which it was passed, the outermost first.
     """
 
     tensor: ir.Value
@@ -51,15 +51,15 @@ class WeightSource:
 
     @property
     def how(self) -> tuple[str, ...]:
-        """What was done to it on the way, a word for each operator that does anything."""
+        """The operations between them, a word for each operator that changes something."""
         return tuple(_MOVES[step.op_type] for step in self.steps if step.op_type in _MOVES)
 
 
 class WeightSources:
-    """What the values of one model have their numbers from.
+    """The stored tensors with the numbers of the values of one model.
 
-    A value that is computed of several tensors has no source. An argument of a function has one for
-    each call of it.
+    A value that is computed from several tensors has no source. An argument of a function has one
+    for each call.
 
     Args:
         tagged: The model.
@@ -71,7 +71,7 @@ class WeightSources:
         self._positions: dict[ir.Graph, dict[ir.Value, int]] = {}
 
     def calls_function(self, node: ir.Node) -> bool:
-        """Whether a node calls a function of the model: then the nodes of the function read its arguments."""
+        """Whether a node calls a function of the model, whose nodes read its arguments."""
         return node.op_identifier() in self._tagged.model.functions
 
     def read_by(self, node: ir.Node) -> Iterator[tuple[int, WeightSource]]:
@@ -98,20 +98,18 @@ class WeightSources:
         return sources
 
     def _ends(self, value: ir.Value) -> tuple[WeightSource, ...]:
+        """The sources of a value that no layout operator produces."""
         if value.is_initializer() or is_standard(value.producer(), "Constant"):
             return (WeightSource(value),) if stored_tensor(value) is not None else ()
-        if (
-            not value.is_graph_input()
-            or value.graph is None
-            or value.graph not in self._tagged.index.calls
-        ):
+        graph = value.graph
+        if not value.is_graph_input() or graph is None or graph not in self._tagged.index.calls:
             return ()
-        # a function that calls itself: no valid model, but files come from anywhere
+        # A function that calls itself is not valid, but the file may be untrusted.
         self._known[value] = ()
-        formals = self._positions.setdefault(
-            value.graph, {formal: k for k, formal in enumerate(value.graph.inputs)}
-        )
-        return tuple(self._passed(self._tagged.index.calls[value.graph], formals[value]))
+        if graph not in self._positions:
+            self._positions[graph] = {formal: k for k, formal in enumerate(graph.inputs)}
+        position = self._positions[graph][value]
+        return tuple(self._passed(self._tagged.index.calls[graph], position))
 
     def _passed(self, calls: Sequence[ir.Node], position: int) -> Iterator[WeightSource]:
         for call in calls:
@@ -129,7 +127,7 @@ def _moved(node: ir.Node) -> ir.Value | None:
 
 
 def owners_within(owners: Sequence[str], within: Sequence[str]) -> tuple[str, ...]:
-    """Of the owners of a function's node, those at or below the modules of its calls, the outermost first; or all.
+    """The owners of a function's node that are at or below the modules of its calls, or all.
 
     Examples:
         >>> owners_within(("layer.0.fc", "layer.1.fc"), ["layer.1"]), owners_within(("head",), ["layer.1"])
@@ -152,7 +150,7 @@ _WORDS = {
     "quantize": "quantized",
     "masked": "masked",
 }
-"""Step of a recipe → what it does to a parameter; other steps compute with it."""
+"""Step of a recipe → its word for the operation on a parameter; other steps compute with it."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +159,8 @@ class Place:
 
     Attributes:
         parameter: The parameter; of tied ones, the first.
-        how: What was done to it, in order; empty if the tensor is the parameter as it is.
-        is_copy: Whether the tensor is that of another parameter, which has the same values.
+        how: The operations on it, in order; empty if the tensor is the parameter itself.
+        is_copy: Whether the tensor belongs to another parameter, which has the same values.
     """
 
     parameter: str
@@ -171,10 +169,11 @@ class Place:
 
 
 def places_in(recipe: Recipe) -> Iterator[Place]:
-    """The parameters and buffers in a recipe, and what was done to each.
+    """The parameters and buffers in a recipe, and the operations on each.
 
     Examples:
-        >>> [gates] = {*places_in(["concat", ["slice", "w", [0, 2, 4, 1]], ["slice", "w", [0, 0, 2, 1]], 0])}
+        >>> halves = [["slice", "w", [0, 2, 4, 1]], ["slice", "w", [0, 0, 2, 1]]]
+        >>> [gates] = {*places_in(["concat", *halves, 0])}
         >>> gates.how, [place.how for place in places_in(["transpose", ["mul", "w", "scale"], [1, 0]])]
         (('reordered',), [('merged', 'transposed'), ('merged', 'transposed')])
     """
@@ -182,32 +181,31 @@ def places_in(recipe: Recipe) -> Iterator[Place]:
         yield Place(recipe)
     if not isinstance(recipe, list):
         return
-    names = [{*parameters_in(each)} for each in operands_of(recipe)]
-    everything = set[str]().union(*names)
+    names = [{*parameters_in(operand)} for operand in operands_of(recipe)]
+    every = set[str]().union(*names)
+    # A concatenation of parts of the same parameters changes only their order.
+    is_reordering = recipe[0] == "concat" and len(names) > 1 and all(of == every for of in names)
     for number, operand in enumerate(operands_of(recipe)):
         for place in places_in(operand):
-            word, how = _WORDS.get(recipe[0]), place.how
             if recipe[0] == "equal":
                 yield replace(place, is_copy=place.is_copy or number > 0)
                 continue
-            if (
-                recipe[0] == "concat"
-                and len(names) > 1
-                and all(each == everything for each in names)
-            ):
+            word, how = _WORDS.get(recipe[0]), place.how
+            if is_reordering:
                 word, how = "reordered", ()
             elif word is None:
-                word, how = "merged" if len(everything) > 1 else "computed", ()
-            is_said = word in how and word != "transposed"  # transposed twice is not transposed
-            yield replace(place, how=how if is_said else (*how, word))
+                word, how = "merged" if len(every) > 1 else "computed", ()
+            # A word is not repeated, except that two transposes may cancel out.
+            is_repeated = word in how and word != "transposed"
+            yield replace(place, how=how if is_repeated else (*how, word))
 
 
 @dataclass
 class _Stored:
-    """A stored tensor, how it was made, and the owners of the nodes that read it.
+    """A stored tensor, its recipe, and the owners of the nodes that read it.
 
-    ``merged_owners``: those of nodes that do a part of the work of several modules, and not equal
-    work of each.
+    ``merged_owners``: Owners of nodes that do parts of the work of several modules, not equal work
+    of each.
     """
 
     value: ir.Value
@@ -233,17 +231,15 @@ class _Stored:
 
     @property
     def is_computed(self) -> bool:
-        """Whether it may be one of several tensors that stand for a parameter together, such as levels and scales."""
-        return (
-            isinstance(self.recipe, list)
-            and self.recipe[0] in ("computed", "quantize")
-            and bool(self.parameters)
-        )
+        """Whether it may be one of several tensors of one parameter, such as levels and scales."""
+        if not isinstance(self.recipe, list):
+            return False
+        return self.recipe[0] in ("computed", "quantize") and bool(self.parameters)
 
 
 @cache
 def _scales_of(domain: str, op_type: str) -> frozenset[int]:
-    """The inputs of a quantized operator that are scales and zero points, by the names in ONNX's own schema."""
+    """The inputs of a quantized operator that are scales and zero points, by the schema's names."""
     if domain or not onnx.defs.has(op_type):
         return frozenset()
     names = [formal.name for formal in onnx.defs.get_schema(op_type).inputs]
@@ -251,7 +247,7 @@ def _scales_of(domain: str, op_type: str) -> frozenset[int]:
 
 
 def _declared(tagged: TaggedModel) -> Mapping[str, Declared]:
-    """The parameters that the file declares; else initializers of floats that are named after a module."""
+    """The parameters in the file's list; without one, float initializers named after modules."""
     if tagged.declared is not None:
         return tagged.declared
     parameters = {}
@@ -263,21 +259,21 @@ def _declared(tagged: TaggedModel) -> Mapping[str, Declared]:
 
 
 class ParameterPlaces:
-    """Which stored tensors hold which parameters.
+    """The parameters in each stored tensor.
 
     Args:
         tagged: The model. Values are not read.
-        sources: What its values have their numbers from.
+        sources: The stored tensors of its values.
 
     Attributes:
         declared: Full name → parameter.
-        places: Stored tensor → the parameters that it holds, for every tensor that a node reads.
+        places: Stored tensor → the parameters in it, for every tensor that a node reads.
     """
 
     def __init__(self, tagged: TaggedModel, sources: WeightSources) -> None:
         self.declared = _declared(tagged)
         self._tagged = tagged
-        # a parameter → its names, the first one first
+        # parameter → its names, the first one first
         self._names: defaultdict[str, list[str]] = defaultdict(list)
         for each in self.declared.values():
             self._names[each.first].append(each.name)
@@ -291,11 +287,11 @@ class ParameterPlaces:
         }
 
     def name_in(self, parameter: str, owners: Sequence[str]) -> str:
-        """The name that a parameter has in one of some modules; of tied ones, the first where none holds it."""
+        """The name of a parameter in one of some modules; of tied ones, else the first."""
         return next(iter(self._names_in(parameter, owners)), parameter)
 
     def read_in(self, tensor: ir.Value, owners: Sequence[str]) -> Sequence[Place]:
-        """The parameters that some modules read in a tensor; of equal ones, those that they hold."""
+        """The parameters of a tensor that some modules read; of equal ones, their own."""
         places = self.places[tensor]
         if not any(place.is_copy for place in places):
             return places
@@ -306,11 +302,13 @@ class ParameterPlaces:
         return [name for name in self._names[parameter] if self.declared[name].module in owners]
 
     def _read(self, sources: WeightSources) -> dict[ir.Value, _Stored]:
+        """The stored tensors that nodes read; scales of quantization are not weights."""
         stored: dict[ir.Value, _Stored] = {}
         for node, owners in self._tagged.index.owners.items():
             if sources.calls_function(node):
                 continue
             is_shared = node.metadata_props.get(tags.REASON) == Reason.SHARED
+            # parameters → elements of the largest tensor that is computed from them
             largest: defaultdict[frozenset[str], int] = defaultdict(int)
             read = list(sources.read_by(node))
             for _, source in read:
@@ -319,60 +317,67 @@ class ParameterPlaces:
                 each = stored[source.tensor]
                 readers = owners_within(owners, source.within)
                 each.owners.update(dict.fromkeys(readers))
-                each.merged_owners.update(readers if len(readers) > 1 and not is_shared else ())
+                if len(readers) > 1 and not is_shared:
+                    each.merged_owners.update(readers)
                 largest[each.parameters] = max(largest[each.parameters], elements_of(each.value))
             for position, source in read:
                 each = stored[source.tensor]
-                is_scale = position in _scales_of(node.domain, node.op_type) or (
-                    each.is_computed and elements_of(each.value) < largest[each.parameters]
-                )
+                is_scale = position in _scales_of(node.domain, node.op_type)
+                if each.is_computed and elements_of(each.value) < largest[each.parameters]:
+                    is_scale = True
                 each.is_weight = each.is_weight or (not is_scale and is_weight(each.value, node))
         return stored
 
     def _by_recipe(self) -> None:
-        quantized = {
-            each.parameters
-            for each in self._stored.values()
-            if each.is_computed and each.is_quantized
-        }
+        """Place parameters in the tensors whose recipes contain them."""
+        quantized = set[frozenset[str]]()
         for stored in self._stored.values():
-            if (
-                stored.is_computed
-                and len(stored.tensor.shape) < 2
-                and not stored.tensor.dtype.is_integer()
-            ):
-                # else they are its scales
-                stored.is_weight = stored.is_weight and stored.parameters not in quantized
-            for place in (
-                places_in(stored.recipe) if stored.is_weight or not stored.is_computed else ()
-            ):
-                known = self.declared.get(place.parameter)
-                if known is not None:
-                    how = place.how
-                    if stored.tensor.dtype.is_integer() and "quantized" not in how:
-                        how = (*(word for word in how if word != "computed"), "quantized")
-                    stored.places.setdefault(known.first, Place(known.first, how, place.is_copy))
+            if stored.is_computed and stored.is_quantized:
+                quantized.add(stored.parameters)
+        for stored in self._stored.values():
+            is_vector = len(stored.tensor.shape) < 2 and not stored.tensor.dtype.is_integer()
+            if stored.is_computed and is_vector and stored.parameters in quantized:
+                stored.is_weight = False  # the scales of a quantized weight
+            if stored.is_weight or not stored.is_computed:
+                self._place_by_recipe(stored)
+
+    def _place_by_recipe(self, stored: _Stored) -> None:
+        """Add the declared parameters in the recipe of one tensor to its places."""
+        for place in places_in(stored.recipe):
+            declared = self.declared.get(place.parameter)
+            if declared is None:
+                continue
+            how = place.how
+            if stored.tensor.dtype.is_integer() and "quantized" not in how:
+                how = (*(word for word in how if word != "computed"), "quantized")
+            stored.places.setdefault(declared.first, Place(declared.first, how, place.is_copy))
 
     def _by_owners(self) -> None:
-        """Put the parameters without a place into what was made in a way that is not known, of their modules."""
-        known = {name for each in self._stored.values() for name in each.places}
-        placed = {self.declared[name].module for name in known}
-        # a module → what its nodes read
-        unknown: defaultdict[str, list[_Stored]] = defaultdict(list)
-        for stored in self._stored.values():
-            # by whoever made it
-            is_named = stored.recipe == stored.value.name and not stored.places
-            if stored.is_weight and (is_named or not is_exact(stored.recipe)):
-                for owner in stored.owners:
-                    unknown[owner].append(stored)
-        left = {stored.value for stored in self._stored.values() if not stored.places}
+        """Place parameters without a place in tensors without an exact recipe, of their modules."""
+        placed = {name for each in self._stored.values() for name in each.places}
+        modules_with_places = {self.declared[name].module for name in placed}
+        candidates = self._without_recipe()
+        empty = {stored.value for stored in self._stored.values() if not stored.places}
         merged: dict[ir.Value, _Stored] = {}
-        for each in self.declared.values():
-            for stored in unknown[each.module] if each.first not in known else ():
-                if stored.value in left or (
-                    each.module not in placed and each.module in stored.merged_owners
-                ):
-                    stored.places.setdefault(each.first, Place(each.first))
+        for parameter in self.declared.values():
+            if parameter.first in placed:
+                continue
+            module = parameter.module
+            for stored in candidates[module]:
+                is_merged = module not in modules_with_places and module in stored.merged_owners
+                if stored.value in empty or is_merged:
+                    stored.places.setdefault(parameter.first, Place(parameter.first))
                     merged[stored.value] = stored
         for stored in merged.values():
             stored.places = {name: Place(name, ("merged",)) for name in stored.places}
+
+    def _without_recipe(self) -> defaultdict[str, list[_Stored]]:
+        """Module → the weights without an exact recipe that its nodes read."""
+        weights: defaultdict[str, list[_Stored]] = defaultdict(list)
+        for stored in self._stored.values():
+            # The default recipe of a tool's tensor is its own name.
+            is_default = stored.recipe == stored.value.name and not stored.places
+            if stored.is_weight and (is_default or not is_exact(stored.recipe)):
+                for owner in stored.owners:
+                    weights[owner].append(stored)
+        return weights

@@ -1,7 +1,7 @@
-"""Products and their weights: what a node multiplies with a stored tensor or looks up in one, and over which axes.
+"""Products and their weights: nodes that multiply by a stored tensor or look up its rows; the axes.
 
-A stored tensor is a weight if such a node reads it, directly or through operators that only change
-its layout or type. Biases, factors of normalisations and embeddings that are added are none, as in
+A stored tensor is a weight if such a node reads it, directly or through operators that change only
+its layout or type. Biases, factors of normalizations and added embeddings are not, as in
 ``torch.nn.utils.prune``.
 """
 
@@ -25,7 +25,7 @@ from htp_export.weights.storing import numbers_of
 
 _Array = npt.NDArray[Any]
 
-_LAST_TWO = (-2, -1)  # the axes that a product sums over, and gives to its results
+_LAST_TWO = (-2, -1)  # the axis over which a product sums, and the axis of its results
 _PRODUCTS: Mapping[str, Mapping[int, tuple[int, int]]] = {
     "MatMul": {1: _LAST_TWO, 0: (-1, -2)},
     "com.microsoft::FusedMatMul": {1: _LAST_TWO, 0: (-1, -2)},
@@ -41,9 +41,9 @@ _PRODUCTS: Mapping[str, Mapping[int, tuple[int, int]]] = {
     "com.microsoft::Attention": {1: (0, 1)},
     "Gather": {0: (-1, -1)},
 }
-"""Operator → place of a weight among its inputs → the axis over which it is summed, and the axis of its results.
+"""Operator → position of a weight among its inputs → the axis of the sum, and that of the results.
 
-A table that is looked up has its last axis for both.
+For a table of a lookup, both are its last axis.
 """
 
 _TRANSPOSED = ("transA", "transB")
@@ -52,16 +52,16 @@ _KEEPING = ("Transpose", "Cast", "CastLike", "Identity")
 
 _OF_ONNX_RUNTIME = ("FusedMatMul", "MatMulNBits", "DynamicQuantizeMatMul")
 LINEAR = frozenset(("MatMul", "Gemm", *(f"com.microsoft::{name}" for name in _OF_ONNX_RUNTIME)))
-"""Operators that a linear layer becomes: their second input is its matrix, also one of integers."""
+"""Operators of a linear layer: their second input is its matrix, also one of integers."""
 
 
 def weight_place(node: ir.Node) -> int:
-    """The place of the weight among the inputs of a product, a convolution, or a ``Gather`` of rows of a table."""
+    """The position of the weight among the inputs of a product, a convolution, or a ``Gather``."""
     return next(iter(_PRODUCTS.get(operator_of(node), (1,))))
 
 
 def weight_axes(node: ir.Node, place: int) -> tuple[int, int] | None:
-    """The axis of an input over which a node sums, and the axis that its results have; None if it is no product.
+    """The axis of an input over which a node sums, and that of the results; None for no product.
 
     Examples:
         >>> gemm = ir.node("Gemm", [ir.val("x"), ir.val("weight")], {"transB": 1})
@@ -75,7 +75,7 @@ def weight_axes(node: ir.Node, place: int) -> tuple[int, int] | None:
 
 
 def is_matrix_product(node: ir.Node) -> bool:
-    """Whether a node is a ``MatMul``, or a ``Gemm`` that is one with a bias."""
+    """Whether a node is a ``MatMul``, or a ``Gemm`` that only adds a bias to one."""
     if is_standard(node, "Gemm"):
         scaled = any(node.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta"))
         return not scaled and not node.attributes.get_int("transA", 0)
@@ -84,16 +84,15 @@ def is_matrix_product(node: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class Product:
-    """A node that multiplies with a weight, or looks up its rows.
+    """A node that multiplies by a weight, or looks up its rows.
 
     Attributes:
         node: The node.
-        place: The place of the weight among its inputs.
-        value: The stored tensor that the weight is made of: an initializer, or the output of a
-            ``Constant``.
+        place: The position of the weight among its inputs.
+        value: The stored tensor of the weight: an initializer, or the output of a ``Constant``.
         reduced: The axis of the stored tensor over which the node sums.
         channels: The axis of the stored tensor that the results have.
-        how: How the weight is made of the stored tensor, see ``WeightSource.how``.
+        how: The operations from the stored tensor to the weight, see ``WeightSource.how``.
     """
 
     node: ir.Node
@@ -105,15 +104,15 @@ class Product:
 
     @property
     def activation(self) -> ir.Value | None:
-        """What is multiplied with the weight; None for a table."""
-        return (
-            None if self.node.op_type == "Gather" else self.node.inputs[1 if self.place == 0 else 0]
-        )
+        """The other factor of the product; None for a table."""
+        if self.node.op_type == "Gather":
+            return None
+        return self.node.inputs[1 if self.place == 0 else 0]
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A weight, with the copies of it that an exporter made for tied parameters.
+    """A weight, with the copies of it that an exporter created for tied parameters.
 
     Attributes:
         value: The stored tensor: an initializer, or the output of a ``Constant``.
@@ -139,9 +138,8 @@ class Weight:
 
     def owners(self, tagged: TaggedModel) -> tuple[str, ...]:
         """The modules whose nodes read it or a copy, in order."""
-        return tuple(
-            dict.fromkeys(path for use in self.uses for path in tagged.owners_of(use.node))
-        )
+        paths = dict.fromkeys(path for use in self.uses for path in tagged.owners_of(use.node))
+        return tuple(paths)
 
     @property
     def reduced(self) -> int:
@@ -155,9 +153,9 @@ def changed_when_written(
     recipe: Recipe,
     shape: Sequence[int] | None = None,
 ) -> ir.TensorProtocol:
-    """A tensor with other numbers of the same type; they are computed when they are read, as when a file is written.
+    """A tensor with other numbers of the same type, computed when it is read, or a file is written.
 
-    ``recipe``: How it is made of parameters then.
+    ``recipe``: How the new numbers are computed from parameters.
 
     Examples:
         >>> changed_when_written(ir.tensor(np.float32([1, 2])), lambda array: array[:1] * 3, "w", [1]).numpy().tolist()
@@ -172,24 +170,24 @@ def changed_when_written(
 
 
 def products_of(tagged: TaggedModel, nodes: Iterable[ir.Node]) -> Iterator[Product]:
-    """The products among nodes, one for each weight of floating point that a node multiplies with or looks up."""
+    """The products among nodes, one for each floating-point weight that a node reads."""
     sources = WeightSources(tagged)
     for node in nodes:
         for place in _PRODUCTS.get(operator_of(node), ()):
-            value, axes = (
-                node.inputs[place] if place < len(node.inputs) else None,
-                weight_axes(node, place),
-            )
-            found = None if value is None else _source(sources, value)
-            if found is not None and axes is not None:
-                source, order, how = found
+            value = node.inputs[place] if place < len(node.inputs) else None
+            axes = weight_axes(node, place)
+            if value is None or axes is None:
+                continue
+            stored = _source(sources, value)
+            if stored is not None:
+                source, order, how = stored
                 yield Product(node, place, source, order[axes[0]], order[axes[1]], how)
 
 
 def _source(
     sources: WeightSources, value: ir.Value
 ) -> tuple[ir.Value, Sequence[int], tuple[str, ...]] | None:
-    """The stored tensor that a weight is made of, for each axis of the weight that of the tensor, and how."""
+    """The stored tensor of a weight, its axes in the order of the weight, and the operations."""
     found = sources.of(value)
     if len(found) != 1:
         return None
@@ -203,15 +201,13 @@ def _source(
     order: Sequence[int] = range(rank)
     for step in source.steps:
         if step.op_type == "Transpose":
-            order = [
-                order[axis]
-                for axis in (step.attributes.get_ints("perm", ()) or range(rank - 1, -1, -1))
-            ]
+            perm = step.attributes.get_ints("perm", ()) or range(rank - 1, -1, -1)
+            order = [order[axis] for axis in perm]
     return source.tensor, order, source.how
 
 
 def readers_of(value: ir.Value) -> Iterator[ir.Node | None]:
-    """The nodes that read a value, directly or in another layout or type; None for an output of the model."""
+    """The consumers of a value, also in another layout or type; None for an output of the model."""
     if value.is_graph_output():
         yield None
     for node, place in value.uses():
@@ -222,9 +218,9 @@ def readers_of(value: ir.Value) -> Iterator[ir.Node | None]:
 
 
 def weights_of(tagged: TaggedModel) -> list[Weight]:
-    """The weights of a model without functions, each once, in the order in which they are first read.
+    """The weights of a model without functions, each once, in the order of their first consumers.
 
-    Values are only read of weights that may be copies of a tied parameter.
+    Values are read only for weights that may be copies of a tied parameter.
 
     Examples:
         >>> import torch, htp_export
@@ -238,15 +234,17 @@ def weights_of(tagged: TaggedModel) -> list[Weight]:
         uses.setdefault(product.value, []).append(product)
     weights = {value: Weight(value, tuple(read)) for value, read in uses.items()}
     for first, second in _tied_pairs(tagged, weights):
-        is_known = first in weights and second in weights
-        if is_known and sorted(weights[first].shape) == sorted(weights[second].shape):
-            tensor, copy = (weights[value].tensor.numpy() for value in (first, second))
-            is_same = np.array_equal(tensor, copy)
-            if is_same or (tensor.ndim == 2 and np.array_equal(tensor.T, copy)):
-                one, other = weights[first], weights.pop(second)
-                weights[first] = Weight(
-                    one.value, (*one.uses, *other.uses), {**one.copies, second: not is_same}
-                )
+        if first not in weights or second not in weights:
+            continue
+        one, other = weights[first], weights[second]
+        if sorted(one.shape) != sorted(other.shape):
+            continue
+        tensor, copy = one.tensor.numpy(), other.tensor.numpy()
+        is_same = np.array_equal(tensor, copy)
+        if is_same or (tensor.ndim == 2 and np.array_equal(tensor.T, copy)):
+            del weights[second]
+            copies = {**one.copies, second: not is_same}
+            weights[first] = Weight(one.value, (*one.uses, *other.uses), copies)
     return list(weights.values())
 
 
@@ -259,9 +257,9 @@ def _tied_pairs(
         for path in weight.owners(tagged):
             by_owner.setdefault(path, []).append(value)
     for parameter in (tagged.declared or {}).values():
-        for one in (
-            by_owner.get(tags.parent_path(parameter.tied) or "", ()) if parameter.tied else ()
-        ):
+        if not parameter.tied:
+            continue
+        for one in by_owner.get(tags.parent_path(parameter.tied) or "", ()):
             for other in by_owner.get(parameter.module, ()):
                 if one is not other:
                     yield one, other

@@ -1,4 +1,4 @@
-"""Stored tensors made once more, of other parameters, by their recipes."""
+"""Stored tensors computed again from other parameters, by their recipes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from htp_export.weights.rounding import rounded, rounded_bias
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _GROWTH = 16
-"""A result on the way may have so many times the elements of the stored tensor, or of the largest parameter."""
+"""Limit of intermediate results, as a factor on the larger of stored tensor and parameters.
+
+A broadcast repeats a factor or a mask; an untrusted recipe could repeat it without end.
+"""
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What a ``state_dict`` gives for the stored tensors of a model.
+    """The stored tensors of a model, computed from a ``state_dict``.
 
     Attributes:
-        tensors: Initializer → its new contents, for those that parameters give.
-        unknown: Initializer → why it cannot be made of the parameters; those that depend on none
-            are in neither.
+        tensors: Initializer → its new contents, if parameters determine them.
+        unknown: Initializer → the reason why parameters do not determine it. Constants are in
+            neither.
     """
 
     tensors: Mapping[ir.Value, ir.TensorProtocol]
@@ -37,18 +40,20 @@ class Rebuilt:
 
 
 def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
-    """Make the stored tensors of a model of other parameters, name → tensor or array; each is computed when it is read.
+    """Compute the stored tensors of a model from other parameters, each when it is read.
+
+    Args:
+        tagged: The model.
+        state_dict: Name → tensor or array.
 
     Raises:
-        InputError: If the recipe of an initializer is not what the file format says, or does not
-            fit the parameters.
+        InputError: If the recipe of an initializer is not valid, or does not fit the parameters.
     """
     tensors: dict[ir.Value, ir.TensorProtocol] = {}
     unknown: dict[ir.Value, str] = {}
-    for value in (
-        value for graph in tagged.model.graphs() for value in graph.initializers.values()
-    ):
-        if (recipe := recipe_of(value)) == CONSTANT or value.const_value is None:
+    for value in [each for graph in tagged.model.graphs() for each in graph.initializers.values()]:
+        recipe = recipe_of(value)
+        if recipe == CONSTANT or value.const_value is None:
             continue
         missing = next((name for name in parameters_in(recipe) if name not in state_dict), None)
         if not is_exact(recipe):
@@ -63,25 +68,21 @@ def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
 def remade(
     stored: ir.TensorProtocol, recipe: Recipe, state_dict: Mapping[str, Any]
 ) -> ir.TensorProtocol:
-    """A stored tensor with what parameters give by an exact recipe; it is computed when it is read.
+    """Compute a stored tensor from parameters by an exact recipe, when it is read.
 
     Examples:
         >>> stored = ir.tensor(np.zeros((1, 2), np.float32))
         >>> remade(stored, ["transpose", "w", []], {"w": np.float32([[1], [2]])}).numpy()
         array([[1., 2.]], dtype=float32)
     """
-    make, shape = (
-        _Rebuilding(str(stored.name), recipe, state_dict, stored),
-        ir.Shape(stored.shape.numpy()),
-    )
-    return ir.LazyTensor(
-        make, stored.dtype, shape, name=stored.name, metadata_props={**stored.metadata_props}
-    )
+    compute = _Rebuilding(str(stored.name), recipe, state_dict, stored)
+    shape, props = ir.Shape(stored.shape.numpy()), {**stored.metadata_props}
+    return ir.LazyTensor(compute, stored.dtype, shape, name=stored.name, metadata_props=props)
 
 
 @dataclass(frozen=True)
 class _Rebuilding:
-    """One stored tensor that is to be made."""
+    """The computation of one stored tensor."""
 
     name: str
     recipe: Recipe
@@ -91,22 +92,22 @@ class _Rebuilding:
     def __call__(self) -> ir.TensorProtocol:
         try:
             with np.errstate(all="ignore"):
-                made = np.asarray(self._made(self.recipe))
+                array = np.asarray(self._evaluate(self.recipe))
         except (ValueError, TypeError, IndexError, KeyError) as error:
             raise InputError(
                 f"initializer {self.name!r}: its recipe does not fit: {error}"
             ) from error
-        shape, kind = tuple(self.stored.shape.numpy()), self.stored.dtype.numpy()
-        if made.shape != shape or made.dtype != kind:
-            is_made = f"of {made.dtype} {list(made.shape)}, and the file has {kind} {list(shape)}"
+        shape, dtype = tuple(self.stored.shape.numpy()), self.stored.dtype.numpy()
+        if array.shape != shape or array.dtype != dtype:
+            is_made = (
+                f"of {array.dtype} {list(array.shape)}, and the file has {dtype} {list(shape)}"
+            )
             raise InputError(f"initializer {self.name!r}: the parameters make a tensor {is_made}")
-        return ir.Tensor(
-            np.ascontiguousarray(made).reshape(shape),
-            dtype=self.stored.dtype,
-            name=self.stored.name,
-        )
+        array = np.ascontiguousarray(array).reshape(shape)
+        return ir.Tensor(array, dtype=self.stored.dtype, name=self.stored.name)
 
-    def _made(self, recipe: Recipe) -> Any:
+    def _evaluate(self, recipe: Recipe) -> Any:
+        """The array of a recipe, or the number of a constant."""
         if isinstance(recipe, str):
             return _array(self.parameters[recipe])
         if not isinstance(recipe, list):
@@ -114,23 +115,23 @@ class _Rebuilding:
         word, *parts = recipe
         if word == "masked":
             before = np.asarray(self.stored.numpy())
-            return np.where(before == 0, before, self._made(parts[0]))
+            return np.where(before == 0, before, self._evaluate(parts[0]))
         if word == "equal":
-            first, *others = map(self._made, parts)
+            first, *others = map(self._evaluate, parts)
             if any(first.tobytes() != other.tobytes() for other in others):
                 raise ValueError(
                     "parameters that the file has once, because they were equal, differ now"
                 )
             return first
-        # an operand, or the setting
-        last = self._made(parts[-1]) if word in _ARITHMETIC else parts[-1]
-        return self._bounded(_STEPS[word](*(self._made(part) for part in parts[:-1]), last))
+        # The last part is an operand of arithmetic, or the setting of another step.
+        last = self._evaluate(parts[-1]) if word in _ARITHMETIC else parts[-1]
+        operands = [self._evaluate(part) for part in parts[:-1]]
+        return self._bounded(_STEPS[word](*operands, last))
 
     def _bounded(self, result: Any) -> Any:
-        largest = max(
-            (math.prod(self.parameters[name].shape) for name in parameters_in(self.recipe)),
-            default=1,
-        )
+        """The result of a step; a ValueError if it is too large."""
+        sizes = [math.prod(self.parameters[name].shape) for name in parameters_in(self.recipe)]
+        largest = max(sizes, default=1)
         if result.size > _GROWTH * max(largest, self.stored.size):
             raise ValueError(f"a step makes {result.size:,} elements")
         return result
@@ -154,34 +155,28 @@ def _slice(array: _Array, cut: list[int]) -> _Array:
 
 
 def _quantized(array: _Array, blocks: list[Any]) -> _Array:
-    """What ONNX Runtime makes of a matrix when it rounds it block by block, the columns of ``MatMulNBits``."""
+    """A matrix that ONNX Runtime quantizes in blocks of its columns, for ``MatMulNBits``.
+
+    ``blocks``: Which result to return, bits, elements of a block, and whether it is symmetric.
+    """
     from onnxruntime.capi import _pybind_state as kernels
 
-    what, bits, block, symmetric = blocks
+    name, bits, block, symmetric = blocks
     rows, columns = array.shape
     count, pack = -(-rows // block), 8 // bits
     padded = np.ascontiguousarray(np.pad(array, ((0, count * block - rows), (0, 0))))
-    made = {
-        "levels": np.zeros((columns, count, -(-block // pack)), np.uint8),
-        "scales": np.zeros((columns, count), array.dtype),
-        "zero_points": np.zeros((columns, -(-count // pack)), np.uint8),
-    }
+    levels = np.zeros((columns, count, -(-block // pack)), np.uint8)
+    scales = np.zeros((columns, count), array.dtype)
+    zero_points = np.zeros((columns, -(-count // pack)), np.uint8)
     kernel = getattr(kernels, f"quantize_matmul_{bits}bits")
-    kernel(
-        made["levels"],
-        padded,
-        made["scales"],
-        made["zero_points"],
-        block,
-        columns,
-        rows,
-        bool(symmetric),
-    )
-    return made[what]
+    kernel(levels, padded, scales, zero_points, block, columns, rows, bool(symmetric))
+    return {"levels": levels, "scales": scales, "zero_points": zero_points}[name]
 
 
 def unpacked(array: _Array, count: int, bits: int, kind: ir.DataType) -> _Array:
-    """The first integers that each row of bytes holds, the low bits of a byte first; signed ones are less the middle.
+    """The first integers of each row of bytes, the low bits of a byte first.
+
+    Signed integers are stored with half of their range added.
 
     Examples:
         >>> unpacked(np.array([[0x98, 0x0F]], np.uint8), 3, 4, ir.DataType.INT4)
@@ -201,8 +196,8 @@ def _type(name: str) -> ir.DataType:
 def narrowed(array: _Array, to: ir.DataType) -> _Array:
     """Numbers in a narrower float type.
 
-    Finite numbers stay finite: masks are filled with the largest float, and infinity minus infinity
-    is no number. Numbers other than 0 stay so: they may be what keeps a divisor from 0.
+    Finite numbers stay finite: masks contain the largest float, and infinity minus infinity is not
+    a number. Numbers other than 0 do not become 0: they may prevent a division by 0.
 
     Examples:
         >>> narrowed(np.array([-3.4e38, 1e-12, 0.0, np.inf], np.float32), ir.DataType.FLOAT16)

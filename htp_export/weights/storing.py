@@ -1,4 +1,4 @@
-"""Stored tensors in either form that a file has for them: an initializer, or the output of a ``Constant`` node."""
+"""Stored tensors in both forms of a file: an initializer, or the output of a ``Constant`` node."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import onnx_ir as ir
 
 from htp_export.model.module_facts import stored_tensor
 
-_FORMS = ("value", "sparse_value")  # how the names of the attributes of a Constant begin
+_FORMS = ("value", "sparse_value")  # prefixes of the names of a Constant's attributes
 
 
 def numbers_of(value: ir.Value) -> ir.TensorProtocol:
-    """The tensor of a value that is stored."""
+    """The tensor of a stored value."""
     tensor = stored_tensor(value)
     assert tensor is not None, f"{value.name!r} is not stored"
     return tensor
 
 
 def store(value: ir.Value, tensor: ir.TensorProtocol) -> None:
-    """Put another tensor in the place of a stored one.
+    """Replace a stored tensor.
 
     Examples:
         >>> constant = ir.node("Constant", [], {"value_floats": [1.0, 2.0]})
@@ -31,12 +31,11 @@ def store(value: ir.Value, tensor: ir.TensorProtocol) -> None:
         return
     for name in [name for name in node.attributes if name.startswith(_FORMS)]:
         del node.attributes[name]
-    # The attribute holds the numbers themselves: it cannot lie in a data file that is written
-    # later.
+    # The attribute holds the numbers: it cannot refer to a data file that is written later.
     node.attributes.add(ir.AttrTensor("value", ir.Tensor(tensor.numpy(), dtype=tensor.dtype)))
 
 
 def is_in_model(value: ir.Value) -> bool:
-    """Whether a stored tensor is still in its model, after nodes and initializers were removed."""
+    """Whether a stored tensor is in its model, after nodes and initializers were removed."""
     node = value.producer()
     return value.is_initializer() if node is None else node.graph is not None

@@ -34,11 +34,12 @@ from htp_export.runtime.inputs import default_shapes
 
 P = ParamSpec("P")
 
-_NAMED_HERE = "htp_export/"
+_TEMPORARY = "htp_export/"
+"""Prefix of the names that nodes have while a tool runs."""
 
 
 class Adapter(Protocol[P]):
-    """What `adapter` makes of a function that runs a tool."""
+    """The result of `adapter` for a function that runs a tool."""
 
     def __call__(
         self,
@@ -51,10 +52,12 @@ class Adapter(Protocol[P]):
 
 
 def adapter(tool: Callable[Concatenate[Path, Path, P], Any]) -> Adapter[P]:
-    """Make an adapter of a function that takes the file of a model, a target, and the options of a tool.
+    """Create an adapter from a function that runs a tool.
 
-    It checks the options, imports the library, and returns the result, or writes it to the target.
-    What all adapters have in common is added to the signature and to the docstring.
+    Args:
+        tool: Accepts the file of a model, a target, and the options of the tool. It checks the
+            options, imports the library, and returns the result or writes it to the target. Its
+            docstring has the options; the arguments of all adapters are added.
     """
     options = list(inspect.signature(tool).parameters.values())[2:]
 
@@ -73,13 +76,17 @@ def adapter(tool: Callable[Concatenate[Path, Path, P], Any]) -> Adapter[P]:
     functools.update_wrapper(run, tool, assigned=("__module__", "__name__", "__qualname__"))
     del run.__wrapped__  # type: ignore[attr-defined] # readers of signatures would go on to it
     run.__signature__ = inspect.Signature([*common, *options], return_annotation="Carried")  # type: ignore[attr-defined]
-    text, _, examples = (inspect.getdoc(tool) or "").partition("\nExamples:\n")
-    summary, _, described = text.partition("\nArgs:\n")
-    shown = f"{_EXAMPLE_MODEL}\n{examples}" if examples else ""
-    run.__doc__ = "\n\n".join(
-        filter(None, (summary.rstrip(), f"{_ARGS}\n{described}".rstrip(), _RESULT, shown))
-    )
+    run.__doc__ = _docstring(inspect.getdoc(tool) or "")
     return checks_arguments(run)
+
+
+def _docstring(text: str) -> str:
+    """The docstring of an adapter, from that of its tool."""
+    text, _, examples = text.partition("\nExamples:\n")
+    summary, _, options = text.partition("\nArgs:\n")
+    arguments = f"{_ARGS}\n{options}".rstrip()
+    example = f"{_EXAMPLE_MODEL}\n{examples}" if examples else ""
+    return "\n\n".join(filter(None, (summary.rstrip(), arguments, _RESULT, example)))
 
 
 _ARGS = """Args:
@@ -100,12 +107,12 @@ _EXAMPLE_MODEL = """Examples:
 
 
 def library(name: str, extra: str | None = "tools") -> Any:
-    """Import the library of a tool; an `InputError` that says how to install it if that is not possible."""
+    """Import the library of a tool, or raise an `InputError` with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        what = f'"htp-export[{extra}]"' if extra else name.partition(".")[0]
-        raise InputError(f"{name} cannot be imported ({error}); pip install {what}") from error
+        package = f'"htp-export[{extra}]"' if extra else name.partition(".")[0]
+        raise InputError(f"{name} cannot be imported ({error}); pip install {package}") from error
 
 
 def _run(
@@ -114,14 +121,14 @@ def _run(
     model: ModelSource,
     output: str | os.PathLike[str] | None,
 ) -> Carried:
-    """Run a tool on a tagged model and put the tags on its result.
+    """Run a tool on a tagged model and carry the tags to its result.
 
-    Nodes without a unique name get one for the time. torch's metadata of weights is removed for the
-    time: it repeats their shapes, which tools do not update when they transpose a weight.
+    While the tool runs, nodes without a unique name have a temporary one, and weights have no
+    metadata: torch's repeats their shapes, which tools do not update when they transpose a weight.
     """
     check_target(output)
     before = read_flat(tagged_model(model), others=False).model  # tools rename what they inline
-    names, notes = _name_nodes(before), _take_notes(before)
+    names, metadata = _name_nodes(before), _take_metadata(before)
     with temporary_folder() as folder:
         source, target = folder / "model.onnx", folder / "made.onnx"
         write_for_tool(before, source)
@@ -137,26 +144,16 @@ def _run(
             raise ToolError(
                 name, f"failed on this model: {type(error).__name__}: {message}"
             ) from error
-        try:
-            after = read_model(target) if after is None else after
-            after = model_from_proto(after) if isinstance(after, onnx.ModelProto) else after
-            # ONNX Runtime names what it adds to a branch as what it adds outside
-            make_node_names_unique(after.graph)
-            NameFixPass()(after)
-        except Exception as error:
-            message = _plain(error, {target: "its result"})
-            raise ToolError(
-                name, f"made a model of this one that is not valid: {message}"
-            ) from error
+        after = _result_of(name, after, target)
         _check_open_inputs(name, before.graph, after.graph)
         result = carry_in_place(before, after)
         for node in result.model.graph.all_nodes():
-            # some tools do not say what they use
+            # some tools do not import the domains of their operators
             result.model.graph.opset_imports.setdefault(node.domain, 1)
             if node.name in names:
                 node.name = names[node.name]
         for weight, value in result.model.graph.initializers.items():
-            value.metadata_props.update(notes.get(weight, {}))
+            value.metadata_props.update(metadata.get(weight, {}))
         if output is not None:
             try:
                 with made_from(lambda: [before]):
@@ -169,20 +166,34 @@ def _run(
     return result
 
 
+def _result_of(name: str, after: Any, target: Path) -> ir.Model:
+    """The result of a tool, returned or written to the target, with unique names."""
+    try:
+        model = read_model(target) if after is None else after
+        model = model_from_proto(model) if isinstance(model, onnx.ModelProto) else model
+        # ONNX Runtime uses the same names for new nodes in a branch and outside
+        make_node_names_unique(model.graph)
+        NameFixPass()(model)
+    except Exception as error:
+        message = _plain(error, {target: "its result"})
+        raise ToolError(name, f"made a model of this one that is not valid: {message}") from error
+    return model
+
+
 def _check_open_inputs(name: str, before: ir.Graph, after: ir.Graph) -> None:
-    """Refuse a result without an optional input whose default has no elements, as those of adapters have."""
+    """Refuse a result without an optional input whose default is empty, such as one of `lora`."""
     left = {value.name for value in after.inputs}
     read = {value.name for value in before.inputs if value.uses()}
-    for given, shape in default_shapes(before).items():
-        if 0 in shape and given in read and given not in left:
-            said = f"made a model of this one that does not take input {given!r} any more"
+    for optional, shape in default_shapes(before).items():
+        if 0 in shape and optional in read and optional not in left:
+            message = f"made a model of this one that does not take input {optional!r} any more"
             raise ToolError(
-                name, f"{said}: it took the default value, without elements, for a constant"
+                name, f"{message}: it took the default value, without elements, for a constant"
             )
 
 
 def share_unchanged(model: ir.Model, source: ModelSource) -> None:
-    """Refer to the data file of the original model for the weights that the tool left unchanged."""
+    """Store unchanged weights of a tool's result in the data file of the original model."""
     before = model_of(source).graph.initializers
     for name, value in model.graph.initializers.items():
         tensor, original = value.const_value, before[name].const_value if name in before else None
@@ -201,35 +212,33 @@ def _plain(error: BaseException, names: Mapping[Path, str]) -> str:
 
 
 def _name_nodes(model: ir.Model) -> dict[str, str | None]:
-    """Give every node a unique name; new name → old name."""
+    """Give every node without a unique name a temporary one; return new name → old name."""
     nodes = list(model.graph.all_nodes())
     uses, names = Counter(node.name for node in nodes), dict[str, str | None]()
     for index, node in enumerate(nodes):
         if not node.name or uses[node.name] > 1:
-            names[f"{_NAMED_HERE}{index}"] = node.name
-            node.name = f"{_NAMED_HERE}{index}"
+            names[f"{_TEMPORARY}{index}"] = node.name
+            node.name = f"{_TEMPORARY}{index}"
     return names
 
 
-def _take_notes(model: ir.Model) -> dict[str, dict[str, str]]:
-    """Remove the metadata of all weights; name of a weight → its metadata."""
-    notes = dict[str, dict[str, str]]()
+def _take_metadata(model: ir.Model) -> dict[str, dict[str, str]]:
+    """Remove the metadata of all weights; return weight → its metadata."""
+    metadata = dict[str, dict[str, str]]()
     for graph in model.graphs():
         for name, value in graph.initializers.items():
-            notes[name] = dict(value.metadata_props)
+            metadata[name] = dict(value.metadata_props)
             value.metadata_props.clear()
-    return notes
+    return metadata
 
 
 def _into_memory(model: ir.Model, folder: Path) -> None:
-    """Load the weights that are in a folder that will be removed."""
+    """Load the weights from a temporary folder, which will be removed."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             tensor = value.const_value
-            if (
-                isinstance(tensor, ir.ExternalTensor)
-                and Path(tensor.base_dir).resolve() == folder.resolve()
-            ):
-                value.const_value = ir.Tensor(
-                    tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name
-                )
+            if not isinstance(tensor, ir.ExternalTensor):
+                continue
+            if Path(tensor.base_dir).resolve() == folder.resolve():
+                array = tensor.numpy().copy()
+                value.const_value = ir.Tensor(array, dtype=tensor.dtype, name=tensor.name)

@@ -99,7 +99,7 @@ def carry_command(
 
 
 def _exported(model: LookOptions, after: Path) -> tuple[Any, Mapping[str, Any]]:
-    """A fresh export of the model, and the inputs with which it was exported."""
+    """Export the model; return its program, and the inputs of the export."""
     from htp_export.exporter.capture.model_state import unchanged
     from htp_export.exporter.exporting import export
     from htp_export.model.tagged import model_of
@@ -122,6 +122,6 @@ def _exported(model: LookOptions, after: Path) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _most_alike(calls: Mapping[str, SourceCall], foreign: ir.Model) -> SourceCall:
-    """The file of a task whose inputs have the most names in common with those of a file."""
+    """The call of a task that has the most input names in common with a file."""
     names = {value.name for value in foreign.graph.inputs}
     return max(calls.values(), key=lambda call: len(names & {*call.named_inputs}))

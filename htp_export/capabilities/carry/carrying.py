@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CarriedModule:
-    """A module in the model after.
+    """A module in the tagged model.
 
     Attributes:
         path: Its path.
         class_name: Its class.
         nodes: Number of nodes in its region.
-        unknown: Number of these of which it is not known which module in this one computes them.
+        unknown: Number of these whose owner is unknown.
         fate: Its fate; see ``docs/format.md``.
     """
 
@@ -59,19 +59,19 @@ class Carried(HoldsModel):
     """The result of `carry`.
 
     Attributes:
-        model: The model after, with tags on every node.
-        nodes: Number of nodes, including those in subgraphs and functions.
+        model: The model ``after``, with tags on every node.
+        nodes: Number of nodes, also in subgraphs and functions.
         kept: Number of nodes whose tags the tool kept and which are correct.
         recovered: ``htp.reason`` → number of other nodes whose owners were found by this evidence;
             see ``docs/format.md``.
-        unknown: Names of the nodes whose owners are not known; of those without a name, their first
+        unknown: Names of the nodes with unknown owners; for a node without a name, its first
             output.
         modules: Module path → its nodes, for modules that have some.
         fates: Module path → new fate, for modules whose fate changed: ``fused`` if a tensor at the
-            boundary is gone, ``constant`` if the module was folded.
-        contamination: ``(module, tensor, leaves)`` for tensors at boundaries that are no inputs or
+            boundary was removed, ``constant`` if the module was folded.
+        contamination: ``(module, tensor, leaves)`` for tensors at boundaries that are not inputs or
             outputs of the module in PyTorch.
-        not_compared: Why values were not compared although nodes are unknown; empty if they were.
+        not_compared: Why values were not compared although nodes are unknown; else empty.
     """
 
     model: ir.Model = field(repr=False)
@@ -93,23 +93,24 @@ class Carried(HoldsModel):
     def summary(self) -> str:
         """The result in one line."""
         known = f"{len(self.unknown)} with unknown owners" if self.unknown else "all with owners"
-        return f"{self.nodes} nodes, {known}" + (
-            f"; {self.kept} kept their tags" if self.kept else ""
-        )
+        kept = f"; {self.kept} kept their tags" if self.kept else ""
+        return f"{self.nodes} nodes, {known}{kept}"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader has to know besides the numbers, a line each."""
+        """Limits of the result that its numbers do not show, a line each."""
         return (f"values were not compared: {self.not_compared}",) if self.not_compared else ()
 
     def __str__(self) -> str:
         lines = [f"{self.nodes:7} nodes" + ("" if self.unknown else ", all with owners")]
-        lines += [f"{self.kept:7} kept their tags"] if self.kept else []
-        lines += [f"{count:7} by {reason}" for reason, count in self.recovered.items()]
-        lines += [f"{len(self.unknown):7} unknown"] if self.unknown else []
-        lines += [
-            f"{count:7} modules now {fate}" for fate, count in Counter(self.fates.values()).items()
-        ]
+        if self.kept:
+            lines.append(f"{self.kept:7} kept their tags")
+        for reason, count in self.recovered.items():
+            lines.append(f"{count:7} by {reason}")
+        if self.unknown:
+            lines.append(f"{len(self.unknown):7} unknown")
+        for fate, count in Counter(self.fates.values()).items():
+            lines.append(f"{count:7} modules now {fate}")
         if self.contamination:
             lines.append(f"{len(self.contamination):7} boundary tensors that are none in PyTorch")
         return "\n".join([*lines, *self.notes])
@@ -128,50 +129,50 @@ def carry(
     seed: int = 0,
     share_weights: bool = False,
 ) -> Carried:
-    """Put module tags on a model that another tool made of a tagged one, or exported from the same network.
+    """Add module tags to the result of a tool, or to another export of the same network.
 
-    A node that computes the same as an original node gets its owners; a node that does the work of
-    several gets all of their owners; an inserted node (quantizers, casts, layouts) gets those of
-    the nodes that it serves. A module that lost a tensor at its boundary becomes ``fused``, with
-    the modules with which it was merged.
+    A node that replaces an original node gets its owners; a node that replaces several gets all of
+    their owners; an inserted node (quantizer, cast, layout operator) gets the owners of its
+    consumers. A module that lost a tensor at its boundary becomes ``fused``, with the modules with
+    which it was merged.
 
-    Evidence is taken in this order, until the owners of all nodes are known:
+    Evidence is used in this order, until the owners of all nodes are known:
 
-    1. Names and structure, if the names show that ``after`` was made of ``before``. Nothing is run.
+    1. Names and structure, if the names prove that ``after`` derives from ``before``. Nothing is
+       run.
     2. Weights: equal, or cast, transposed, joined, cut, scaled or quantized.
     3. Values: both models run in ONNX Runtime, without its optimisations.
 
-    A node whose owners are not proved has the reason ``unknown``, and as its module the innermost
-    one that is certain. See ``docs/carry.md``.
+    A node without a proved owner has the reason ``unknown``, and belongs to the innermost module
+    that is certain. See ``docs/carry.md``.
 
     Thread-safe, also for calls on the same model; exports of modules run one after the other.
 
     Args:
-        before: The original. A tagged model, as `load` takes it; a model with the map that
-            `embed_map` wrote before a tool ran; or an ``nn.Module``, which is exported with
-            ``args`` and ``kwargs``. Call ``carry(after)`` if there is only ``after``, and it has a
-            map.
+        before: The original. A tagged model, in any form that `load` accepts; a model with the map
+            that `embed_map` wrote before a tool ran; or an ``nn.Module``, which is exported with
+            ``args`` and ``kwargs``. If there is only ``after``, with a map, call ``carry(after)``.
         after: The model to tag. A model in memory is not changed.
         output: The file to write; its weights stay external if they are.
         args: Example positional inputs of an ``nn.Module``.
         kwargs: Example keyword inputs of an ``nn.Module``.
-        require: The share of nodes whose owners have to be known, from 0 to 1: with fewer, the
-            models are not the same, or too different.
+        require: The smallest share of nodes with known owners, from 0 to 1. If it is not reached,
+            the models are not the same, or too different.
         data: For a tagged model: the inputs of one run, as for `quantize`, with the names of
-            ``before``, on which both models run if values are needed; None for random inputs. Those
-            that are constant or zero give little evidence.
-        seed: Of random inputs.
-        share_weights: Leave external weights in the data file of another model in the folder of
-            ``output``: no copy.
+            ``before``. Both models run on them if values are needed. None for random inputs.
+            Constant inputs and zeros are weak evidence.
+        seed: The seed of random inputs.
+        share_weights: Keep external weights in the data file of another model in the folder of
+            ``output``, without a copy.
 
     Returns:
-        The model with tags, the evidence for them, and the nodes whose owners are not known.
+        The model with tags, the evidence for them, and the nodes whose owners are unknown.
 
     Raises:
         UntaggedModelError: ``before`` has neither tags of htp_export nor a map; or there is no
             ``before``, and ``after`` has no map.
         InputError: The data are not the inputs of the original, or it cannot run on them; or fewer
-            owners are known than ``require`` asks for.
+            owners are known than ``require``.
         FileError: A file cannot be read or written.
         Exception: Errors of the export of an ``nn.Module``.
 
@@ -193,9 +194,8 @@ def carry(
         raise InputError("name the model to carry tags to: carry(before, after)")
     with no_collection(kept=True):
         model = model_of(after)
-        # those were read into a model of our own
         if not isinstance(after, str | os.PathLike | onnx.ModelProto):
-            model = model.clone()
+            model = model.clone()  # files and protos were read into a new model
         if is_torch_module(before):
             if data is not None:
                 raise InputError(
@@ -221,14 +221,14 @@ def carry(
 
 
 def carry_in_place(before: ModelSource, after: ir.Model) -> Carried:
-    """`carry` onto a model that was certainly made of the first, and may be changed."""
+    """Carry tags onto a model that certainly derives from the first one, and may be changed."""
     return _carried(_origin(before, after), after, sure=True)
 
 
 def _exported(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> tuple[TaggedModel, dict[str, Any]]:
-    """A fresh export of a PyTorch model, and the example inputs by the names of its inputs."""
+    """Export a PyTorch model; return its program, and the example inputs by name."""
     from htp_export.exporter.capture.model_state import unchanged
     from htp_export.exporter.exporting import export
 
@@ -242,7 +242,7 @@ def _exported(
 
 
 def _origin(before: Any, after: ir.Model, data: object = None) -> Origin:
-    """What is known of the original, by its tags or its map; by the map of the other model if there is none."""
+    """Describe the original by its tags or map, or by the map of the other model without one."""
     if before is None:
         if data is not None:
             raise InputError(
@@ -264,6 +264,7 @@ def _carried(
     seed: int = 0,
     sure: bool = False,
 ) -> Carried:
+    """Carry tags onto a model, in place; arguments as of `find_owners`."""
     functions = module_functions(model)
     if functions and (origin.model is None or functions != module_functions(origin.model)):
         dissolve(model, origin.hierarchy, origin.calls)
@@ -272,36 +273,37 @@ def _carried(
     carry_recipes(origin.model, model)
     if origin.has_map:
         model.metadata_props[tags.MAP] = map_of(model)
-    unknown = found.unknown
     recovered = Counter(str(entry.reason) for entry in found.owned if not entry.kept)
     del recovered[Reason.UNKNOWN]
+    changed = {}
+    for path, info in hierarchy.items():
+        if info.fate != origin.hierarchy[path].fate:
+            changed[path] = info.fate
     return Carried(
         model=model,
         nodes=len(found.nodes),
         kept=sum(entry.kept for entry in found.owned),
         recovered=dict(recovered.most_common()),
-        unknown=[*map(name_of_node, unknown)],
+        unknown=[*map(name_of_node, found.unknown)],
         modules=_modules(found, hierarchy),
-        fates={
-            path: info.fate
-            for path, info in hierarchy.items()
-            if info.fate != origin.hierarchy[path].fate
-        },
+        fates=changed,
         contamination=contamination,
         not_compared=found.not_compared,
     )
 
 
 def _modules(found: Found, hierarchy: Hierarchy) -> dict[str, CarriedModule]:
+    """The modules of the result that have nodes."""
     nodes, unknown = Counter[str](), Counter[str]()
-    for (owners, reason), count in Counter(
-        (entry.paths, entry.reason) for entry in found.owned
-    ).items():
+    # Many nodes have the same owners and reason.
+    groups = Counter((entry.paths, entry.reason) for entry in found.owned)
+    for (owners, reason), count in groups.items():
         for path in dict.fromkeys(path for owner in owners for path in tags.ancestors(owner)):
             nodes[path] += count
             unknown[path] += count * (reason == Reason.UNKNOWN)
-    return {
-        path: CarriedModule(path, info.class_name, nodes[path], unknown[path], info.fate)
-        for path, info in hierarchy.items()
-        if nodes[path]
-    }
+    modules = {}
+    for path, info in hierarchy.items():
+        if nodes[path]:
+            of_module = nodes[path], unknown[path]
+            modules[path] = CarriedModule(path, info.class_name, *of_module, info.fate)
+    return modules

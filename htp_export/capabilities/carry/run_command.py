@@ -71,7 +71,7 @@ def run_command(
 
 
 def _check_settings(tool: str, settings: Mapping[str, Any]) -> None:
-    """Refuse options that an adapter does not have, and values of other types; a tool checks its own options itself."""
+    """Refuse unknown options of an adapter, and values of wrong types; a tool checks its own."""
     run = getattr(tools, tool)
     try:
         inspect.signature(run).bind(None, **settings)

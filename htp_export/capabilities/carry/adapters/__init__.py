@@ -7,8 +7,8 @@ to the target; `adapter` adds the rest.
 
 The tools are the functions in ``__all__`` of the files of this folder: a new file is a new tool.
 
-They are not thread-safe: what a tool prints is dropped by redirecting the output of the whole
-process.
+They are not thread-safe: the output of the whole process is redirected to discard the output of a
+tool.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import an adapter when it is first used: the names of the tools are needed to show help, onnx is not."""
+    """Import an adapter on first use: help needs the names of the tools, and no onnx."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Conversions: another opset, another precision, shapes written down."""
+"""Conversions to another opset or precision, and inferred shapes."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def symbolic_shape_infer(
     """Write the shapes of all tensors with ``onnxruntime.tools.symbolic_shape_infer`` and restore the tags.
 
     Args:
-        int_max: As for ``SymbolicShapeInference.infer_shapes``, as all options: what a size is
-            where it is not known.
-        auto_merge: Whether sizes with other names are merged where operators need equal ones.
+        int_max: The value of an unknown size; all options are those of
+            ``SymbolicShapeInference.infer_shapes``.
+        auto_merge: Whether sizes of different names are merged if operators need equal ones.
         guess_output_rank: Whether an operator of unknown shape has the rank of its first input.
-        verbose: How much is logged.
+        verbose: The level of logging.
 
     Examples:
         >>> htp_export.tools.symbolic_shape_infer(program).kept
@@ -76,12 +76,9 @@ def symbolic_shape_infer(
     tool, model = library("onnxruntime.tools.symbolic_shape_infer", None), onnx.load(_source)
     if (tool.get_opset(model) or 0) < 7:
         raise ValueError("opsets before 7 are not supported")
-    # Step by step: where it fails, ``infer_shapes`` leaves the model in the folder that the program
-    # runs in.
-    inference, complete = (
-        tool.SymbolicShapeInference(int_max, auto_merge, guess_output_rank, verbose),
-        False,
-    )
+    # Step by step: if ``infer_shapes`` fails, it leaves the model in the working folder.
+    inference = tool.SymbolicShapeInference(int_max, auto_merge, guess_output_rank, verbose)
+    complete = False
     inference._preprocess(model)
     while inference.run_:
         complete = inference._infer_impl()

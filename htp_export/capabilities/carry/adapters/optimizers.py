@@ -1,4 +1,4 @@
-"""Graph optimisers that take a model and give one back."""
+"""Graph optimizers: tools that return a model that computes the same."""
 
 from __future__ import annotations
 

@@ -101,7 +101,10 @@ def matmul_nbits(_source: Path, _target: Path, /, *, bits: int = 4, **options: A
 
 
 def _warn_of_saturation(options: Mapping[str, Any]) -> None:
-    """Say that products may saturate here: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html"""
+    """Warn if products may saturate on this processor.
+
+    See https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html.
+    """
     signed = getattr(options.get("weight_type"), "name", "QInt8") == "QInt8"
     if signed and not options.get("reduce_range") and saturates():
         _log.warning(
