@@ -38,9 +38,9 @@ def forensics_command(
     ] = "fused",
     as_json: JsonOption = False,
 ) -> None:
-    """Show what could be simplified in each module.
+    """Show the possible simplifications of each module.
 
-    Each finding names the pass that does it.
+    Each finding names the pass that applies it.
     """
     from htp_export.capabilities.forensics.drawing import render_findings, render_forensics
     from htp_export.capabilities.forensics.investigation import forensics
