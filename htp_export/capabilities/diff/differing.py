@@ -189,7 +189,7 @@ class ModelDifference(Result):
         }
 
     def topmost(self) -> list[ModuleDifference]:
-        """The modules that differ, without descendants that were moved, added or removed with them."""
+        """The modules that differ, except for descendants that changed together with a listed one."""
         return [
             module
             for module in self.modules.values()
@@ -276,7 +276,7 @@ DIFFERENCE_COLUMNS: tuple[Column[ModuleDifference], ...] = (
 
 @names_model_faults("a", "b")
 def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
-    """Compare the structure of two models by module: nodes, operators, parameters, bytes by element type.
+    """Compare two models by module: nodes, operators, parameters, bytes by element type.
 
     Modules are matched by path. A module of the second model without a match has moved if the first
     model has an unmatched module with the same structure, or with the same class and descendants.

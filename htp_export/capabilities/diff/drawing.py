@@ -96,8 +96,13 @@ def comparison_page(
         "repeats": _repeats(drawn),
         "rows": drawn,
     }
-    style, scripts = ("page.css", "diff.css"), ("sizes.js", "reasons.js", "diff.js")
-    return document(f"{before} → {after}", data, template="diff.html", style=style, scripts=scripts)
+    return document(
+        f"{before} → {after}",
+        data,
+        template="diff.html",
+        style=("page.css", "diff.css"),
+        scripts=("sizes.js", "reasons.js", "diff.js"),
+    )
 
 
 def difference_page(difference: ModelDifference, before: str, after: str) -> str:

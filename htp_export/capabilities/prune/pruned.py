@@ -152,7 +152,7 @@ class Pruned(TaggedResult, ModuleTable):
         return tuple(notes)
 
     def _notes_on_examples(self) -> Iterator[str]:
-        """Lines with an example of smaller weights and of ranks, and all weights that miss their share."""
+        """Lines with an example of smaller weights and of ranks, and all missed shares."""
         for name, shapes in itertools.islice(self.cut.items(), 1):
             times = "×"  # noqa: RUF001 - the sign of a product, no letter
             before, after = (times.join(map(str, shape)) for shape in shapes)
