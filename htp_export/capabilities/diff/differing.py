@@ -189,7 +189,7 @@ class ModelDifference(Result):
         }
 
     def topmost(self) -> list[ModuleDifference]:
-        """The modules that differ, except for descendants that changed together with a listed one."""
+        """The modules that differ, without descendants that changed together with a listed one."""
         return [
             module
             for module in self.modules.values()

@@ -344,10 +344,11 @@ def _evidence(seen: GraphFeatures) -> dict[str, list[str]]:
         f"input {name} is a time step: its sines and cosines enter a linear layer"
         for name in seen.time_steps
     ]
-    routing = [
-        f"{len(seen.routers)} routers: each position chooses {chosen or 'some'} of {experts} experts"
-        for chosen, experts in seen.routers[:1]
-    ]
+    routing: list[str] = []
+    if seen.routers:
+        chosen, experts = seen.routers[0]
+        choice = f"each position chooses {chosen or 'some'} of {experts} experts"
+        routing.append(f"{len(seen.routers)} routers: {choice}")
     recurrence = [f"{count} {op}" for op, count in seen.recurrent.most_common()]
     if seen.loops:
         steps, tensors = max(seen.loops), len(seen.loops)
@@ -376,10 +377,8 @@ def _evidence(seen: GraphFeatures) -> dict[str, list[str]]:
 def _about(facts: GraphFacts, model_input: ModelInput) -> str:
     """A sentence on the kind of an input, and on its first consumer."""
     value = model_input.value
-    sizes: list[str] = []
-    for size in value.shape or ():
-        sizes.append(str(size if isinstance(size, int) else size.value or "?"))
-    sentence = f"input {value.name or 'unnamed'} [{', '.join(sizes)}] is"
+    sizes = [size if isinstance(size, int) else size.value or "?" for size in value.shape or ()]
+    sentence = f"input {value.name or 'unnamed'} [{', '.join(map(str, sizes))}] is"
     if model_input.kind == "tokens":
         return f"{sentence} tokens: it is looked up in a table of vectors"
     convolution = model_input.convolution

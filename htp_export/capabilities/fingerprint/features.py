@@ -1,4 +1,4 @@
-"""Features of a graph: kinds of inputs, attention, convolutions, recurrences, routers, time steps."""
+"""Features of a graph: kinds of inputs, attention, convolutions, recurrences, routers."""
 
 from __future__ import annotations
 
@@ -164,13 +164,13 @@ class GraphFeatures:
 
     @cached_property
     def routers(self) -> list[tuple[int, int]]:
-        """Each node that selects experts for each position: selected (0: not constant), of how many."""
+        """For each node that selects experts: how many (0: not constant), and of how many."""
         found = (_router(self.facts, node) for node in self.facts.nodes_of("TopK", "ArgMax"))
         return [router for router in found if router is not None]
 
     @cached_property
     def recurrent(self) -> Counter[str]:
-        """``LSTM``, ``GRU``, ``RNN``, and ``Scan`` and ``Loop`` that multiply in each step → nodes."""
+        """Recurrent operators, and each ``Scan`` and ``Loop`` with products → number of nodes."""
         bodies = self.facts.tagged.index.bodies
         counts = Counter(node.op_type for node in self.facts.nodes_of("LSTM", "GRU", "RNN"))
         for node in self.facts.nodes_of("Scan", "Loop"):
@@ -202,7 +202,7 @@ class GraphFeatures:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is a decoder with an encoder: features of one input attend to those of another."""
+        """Whether it is a decoder with an encoder: features of one input attend to another's."""
         return self.attentions["cross"] > 0 and self.attentions["causal"] > 0
 
     def takes(self, *kinds: str) -> bool:
@@ -271,7 +271,7 @@ def _model_input(facts: GraphFacts, value: ir.Value) -> ModelInput:
     is_floating = dtype is not None and dtype.is_floating_point()
 
     def onward(node: ir.Node) -> bool:
-        # a product with other integers counts positions, and is no input in another form
+        # a product of computed integers has positions, and is no input in another form
         is_count = node.op_type == "Mul" and not any(map(facts.is_constant, node.inputs))
         return node.op_type not in _ANOTHER and (is_floating or not is_count)
 
@@ -371,7 +371,10 @@ def _pieces(facts: GraphFacts) -> dict[tuple[ir.Value | None, int | None], dict[
 
 
 def _kind_of(queries: int, keys: int) -> str:
-    """The kind of an attention that is not causal, by the data inputs of queries and keys, as bits."""
+    """The kind of an attention that is not causal.
+
+    ``queries`` and ``keys``: the data inputs that they depend on, a bit each.
+    """
     if not queries:
         return "learned queries" if keys else "bidirectional"
     # a cache has keys of earlier calls, so keys may depend on more inputs than queries
