@@ -55,7 +55,7 @@ class MergeConstantSums(NodePass):
 
 
 def _summand(node: ir.Node | None) -> tuple[ir.Value | None, Array | None]:
-    """The operands of an ``Add`` of a floating-point constant: the other value, and the constant."""
+    """The operands of an ``Add`` of a constant of floats: the other value, and the constant."""
     if node is None:
         return None, None
     for constant, value in (reversed(node.inputs), node.inputs):
