@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -221,7 +221,7 @@ class ModelDifference(Result):
         return None if self.same else ([MODULE, *DIFFERENCE_COLUMNS], self.topmost())
 
 
-_MOST_OPERATORS = 5  # what fits a line of a table
+_MOST_OPERATORS = 5  # as many as fit a line of a table
 _STYLES = {"same": "dim", "changed": "yellow", "moved": "cyan", "added": "green", "removed": "red"}
 
 
@@ -371,18 +371,24 @@ def _aligned(before: Mapping[str, ModuleState], after: Mapping[str, ModuleState]
             key = _key(after[path], descendants[path], exact)
             if path in counterparts or key is None:
                 continue
-            waiting = candidates[key]
-            while waiting and waiting[0] in taken:
-                waiting.popleft()
-            if not waiting:
+            counterpart = _next_free(candidates[key], taken)
+            if counterpart is None:
                 continue
-            counterpart = waiting.popleft()
             for relative in descendants[path]:
                 new, old = path + relative, counterpart + relative
                 if new not in counterparts and old in before and old not in taken:
                     counterparts[new] = old
                     taken.add(old)
     return counterparts
+
+
+def _next_free(candidates: deque[str], taken: Container[str]) -> str | None:
+    """Remove and return the first candidate that is not taken; None if there is none."""
+    while candidates:
+        candidate = candidates.popleft()
+        if candidate not in taken:
+            return candidate
+    return None
 
 
 def _descendants(paths: Iterable[str]) -> dict[str, list[str]]:

@@ -80,7 +80,7 @@ def comparison_page(
 ) -> str:
     """The page of two models with these names.
 
-    ``rows`` are `ModuleDifference`, each after those of the modules above it. ``columns`` are the
+    ``rows`` are `ModuleDifference`, each after the rows of its ancestors. ``columns`` are the
     fields that the table shows; the page shows all fields of the selected module.
     """
     from htp_export.capabilities.view.page.document import document, tags_data

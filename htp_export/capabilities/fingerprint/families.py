@@ -238,7 +238,7 @@ class Fingerprint(Result):
     Attributes:
         family: One of `FAMILIES`.
         evidence: The evidence in sentences; the decisive one comes first.
-        blocks: Repeated structures, those with the largest part of the model first.
+        blocks: Repeated structures, the largest part of the model first.
         nodes: Number of nodes of the model.
         tags: The tags of the model: source, reasons, untagged nodes.
     """
@@ -381,15 +381,24 @@ def _about(facts: GraphFacts, model_input: ModelInput) -> str:
     sentence = f"input {value.name or 'unnamed'} [{', '.join(map(str, sizes))}] is"
     if model_input.kind == "tokens":
         return f"{sentence} tokens: it is looked up in a table of vectors"
-    convolution = model_input.convolution
-    weight_shape = None if convolution is None else facts.shape(convolution.inputs[1])
-    kernel = [size for size in (weight_shape or ())[2:] if isinstance(size, int)]
-    if convolution is None or not kernel:
+    consumer = _about_convolution(facts, model_input.convolution)
+    if not consumer:
         return f"{sentence} numbers that enter no convolution first"
     kind = "an image" if model_input.kind == "image" else "a signal or spectrum over time"
+    return f"{sentence} {kind}: it {consumer}"
+
+
+def _about_convolution(facts: GraphFacts, convolution: ir.Node | None) -> str:
+    """The use of an input by its first convolution; empty if it has none of known size."""
+    if convolution is None:
+        return ""
+    weight_shape = facts.shape(convolution.inputs[1]) or ()
+    kernel = [size for size in weight_shape[2:] if isinstance(size, int)]
+    if not kernel:
+        return ""
     strides = [*(convolution.attributes.get_ints("strides") or (1,) * len(kernel))]
     width = "x".join(map(str, kernel))
     if kernel == strides and min(kernel) > 1:
-        return f"{sentence} {kind}: it is cut in patches of {width}"
+        return f"is cut in patches of {width}"
     stride = "x".join(map(str, strides))
-    return f"{sentence} {kind}: it enters a convolution of {width}, stride {stride}"
+    return f"enters a convolution of {width}, stride {stride}"

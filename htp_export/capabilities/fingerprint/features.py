@@ -45,7 +45,7 @@ _NEAREST = 80
 """Values that a search visits from an input on.
 
 More than the casts, scalings and reshapes before an embedding, a convolution or a sine, and few
-enough for inputs such as masks that every layer reads."""
+enough for inputs such as masks, which every layer uses."""
 _NEAREST_PICK = 20  # likewise, from selected indices to the node that they select from
 _GATE_NODES = 7  # between a router's linear layer and its selection
 _MOST_EXPERTS = 1024  # a wider linear layer before a ``TopK`` is a vocabulary, not a router
@@ -409,8 +409,8 @@ def _mask(node: ir.Node) -> MaskUse | None:
 def _is_causal(facts: GraphFacts, inferred: Symbolic, mask: MaskUse) -> bool:
     """Whether a mask hides all above the diagonal, and not the diagonal; False if it is unknown.
 
-    Rows and columns are the last two dimensions, except for those of size one after them: scores
-    may have several channels for each pair of positions.
+    Rows and columns are the last two dimensions, except for dimensions of size one after them:
+    scores may have several channels for each pair of positions.
     """
     array = _elements(facts, inferred, mask.value)
     while array is not None and array.ndim > 2 and array.shape[-1] == 1:

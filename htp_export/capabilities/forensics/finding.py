@@ -108,8 +108,7 @@ class Forensics(Result):
         findings: All findings, by kind in the order of `KINDS`, then in graph order.
         nodes: Number of nodes of the model.
         tags: The tags of the model: source, reasons, untagged nodes.
-        failed: Passes that could not run on this model → the reason; what they would change is
-            unknown.
+        failed: Passes that could not run on this model → the reason; their findings are unknown.
     """
 
     derived = ("kinds", "modules")

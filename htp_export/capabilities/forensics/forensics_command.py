@@ -34,7 +34,7 @@ def forensics_command(
     depth: DepthOption = None,
     every: Annotated[bool, typer.Option("--list", help="A line for each finding.")] = False,
     level: Annotated[
-        str, "What passes may do to results: exact, tolerant or fused; exact takes the least time."
+        str, "Effect of passes on results: exact, tolerant or fused; exact takes the least time."
     ] = "fused",
     as_json: JsonOption = False,
 ) -> None:

@@ -120,8 +120,9 @@ class _Investigation:
         self._tagged, self._facts = tagged, GraphFacts(tagged)
         self._places = {node: place for place, node in enumerate(tagged.nodes)}
         graph = tagged.model.graph
-        made = [node.outputs[0] for node in self._facts.nodes_of("Constant")]
-        self._constants = {value.name or "" for value in (*graph.initializers.values(), *made)}
+        constants = [node.outputs[0] for node in self._facts.nodes_of("Constant")]
+        stored = (*graph.initializers.values(), *constants)
+        self._constants = {value.name or "" for value in stored}
         self._unread = [value for value in graph.initializers.values() if not value.uses()]
         self._found: list[tuple[int, Finding]] = []  # with the place of the first node
         self._known: set[frozenset[str]] = set()
@@ -167,17 +168,16 @@ class _Investigation:
         for constants, readers, why, detail in large_duplicates(self._facts):
             self._add("duplicate_constants", readers, detail=detail, why=why, tensors=constants)
 
-    def _run(self, passes: Sequence[PassInfo], level: Level, given: _Copy) -> _Copy:
+    def _run(self, passes: Sequence[PassInfo], level: Level, source: _Copy) -> _Copy:
         """Run passes on a copy of a model; if one raises, start again without it."""
         from htp_export.capabilities.optimize.optimizing import Pipeline
 
         while True:
-            copy = given.again()
+            copy = source.again()
             known, unread, found = set(self._known), self._unread, len(self._found)
             watch = functools.partial(self._watch, copy, level)
-            pipeline = Pipeline(
-                [info for info in passes if info.name not in self.failed], watch=watch
-            )
+            usable = [info for info in passes if info.name not in self.failed]
+            pipeline = Pipeline(usable, watch=watch)
             try:
                 copy.tagged = pipeline.run(copy.tagged)
                 return copy
@@ -214,12 +214,12 @@ class _Investigation:
                 size = bytes_of(values[0].const_value) * (len(tensors) - 1)
                 detail = f"{len(tensors)} equal, {size:,} bytes too many"
                 add("duplicate_constants", copy.origins_of(readers), detail=detail, tensors=tensors)
-        unread = [value for value in self._unread if value.name not in model.graph.initializers]
-        if unread:
+        removed = [value for value in self._unread if value.name not in model.graph.initializers]
+        if removed:
             self._unread = []
-            size = sum(bytes_of(value.const_value) for value in unread)
-            tensors = [value.name or "" for value in unread]
-            add("unused_initializers", (), detail=f"{len(unread)}, {size:,} bytes", tensors=tensors)
+            detail = f"{len(removed)}, {sum(bytes_of(v.const_value) for v in removed):,} bytes"
+            tensors = [value.name or "" for value in removed]
+            add("unused_initializers", (), detail=detail, tensors=tensors)
 
     def _left(self, copy: _Copy, found: Iterable[Declined], level: Level) -> None:
         """Add nodes that passes leave unchanged, unless another pass changes them."""

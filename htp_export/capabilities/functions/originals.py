@@ -96,7 +96,7 @@ def _snapshot(call: ir.Node) -> ir.Node:
 
 
 def _share(shared: ir.Node, originals: Sequence[ir.Node], hierarchy: Hierarchy) -> None:
-    """Set the tags and types of a node of a body to those that hold for all its originals."""
+    """Set the tags and types of a node of a body so that they hold for all its originals."""
     if len(originals) == 1:
         return
     _share_tags(shared, originals, hierarchy)

@@ -28,7 +28,7 @@ Chain: TypeAlias = tuple[Instance, ...]
 class Placement:
     """The chain of every node of a model's graph and its subgraphs, outside functions of the model.
 
-    A node of several modules lies in those that contain all of them, and a node of an unknown call
+    A node of several modules lies in the modules around all of them, and a node of an unknown call
     in none that ran several times. Instances that could not become one call of a function are in no
     chain.
     """
@@ -75,7 +75,7 @@ class Placement:
                 around = self._around[running]
                 break
             new.append(running)
-        # an instance lies in those of its caller, and in itself
+        # an instance lies in the instances of its caller, and in itself
         for running in reversed(new):
             if running.path in self._selected and running.call >= 0:
                 if len(around) < self._most:

@@ -2,8 +2,8 @@
 
 torch's dynamo exporter ignores the option, and the pass behind it in the TorchScript exporter fails
 on most models (https://github.com/pytorch/pytorch/issues/154319). Both are therefore called without
-it: the tagged graph is complete, and `htp_export.capabilities.functions.nesting.functions` makes
-functions of it before the file is written.
+it: the tagged graph is complete, and `htp_export.capabilities.functions.nesting.functions` turns
+its modules into functions before the file is written.
 """
 
 from __future__ import annotations

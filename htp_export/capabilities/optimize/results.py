@@ -57,8 +57,8 @@ class PassReport(PlainData):
             weight of several modules counts once, at the deepest module above all of them; so the
             numbers of a pass add up to the whole.
         seconds: Its run time.
-        fused: Modules that were exact before and are fused since → the modules that they are fused
-            with.
+        fused: Modules that were exact before and are fused since → the modules that they are
+            fused with.
         rolled_back: Why it was undone; empty if it was not.
         left: Nodes that its library cannot handle, and that are unchanged → why.
     """
@@ -91,7 +91,7 @@ class Optimized(TaggedResult):
     """The result of `htp_export.optimize`.
 
     Attributes:
-        nodes_before: Number of nodes before, including those in subgraphs.
+        nodes_before: Number of nodes before, including nodes in subgraphs.
         nodes_after: Number of nodes after.
         passes: The passes that ran, in order.
         max_abs: The largest absolute difference of any output, with ``verify``; None without.
@@ -241,7 +241,7 @@ class OptimizedModels(Result):
         return f"{before} nodes before, {after} after, in {len(results)} models"
 
     def table(self) -> Table:
-        """Columns and lines: nodes saved by each pass in each model, then the nodes of each model."""
+        """Columns and lines: the nodes that each pass saved in each model, and totals."""
         lines: list[list[Any]] = []
         for name, total in self.total.items():
             if total != Change():

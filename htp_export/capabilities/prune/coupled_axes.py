@@ -304,7 +304,7 @@ def is_cut_by_groups(node: ir.Node, shapes: Symbolic) -> bool:
 
 
 def _sizes_of_group(node: ir.Node, shapes: Symbolic) -> tuple[int, int]:
-    """The channels that a group of a convolution reads and computes; 0 for an unknown number."""
+    """The channels of the input and of the result in a group of a convolution; 0 if unknown."""
     group = node.attributes.get_int("group", 1)
     found = [shapes.shape(value) for value in (node.inputs[0], node.outputs[0])]
     sizes = [shape[1] if shape else 0 for shape in found]
@@ -336,7 +336,7 @@ def _grouped_convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 
 
 def _recurrent(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
-    """The channels of the input, and those of the hidden state.
+    """The channels of the input, and the channels of the hidden state.
 
     Weights and biases have a row for each gate of a hidden unit.
     """

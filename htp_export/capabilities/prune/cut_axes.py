@@ -1,4 +1,4 @@
-"""Axes of tensors made shorter: of weights, constant sizes, and parameters in the metadata."""
+"""Axes of tensors cut shorter: in weights, in constant sizes, and in the metadata."""
 
 from __future__ import annotations
 

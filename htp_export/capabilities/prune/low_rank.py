@@ -107,7 +107,7 @@ def why_not(tagged: TaggedModel, weight: Weight, value: Sparsity) -> str:
 
 
 def _is_transposed(use: Product) -> bool:
-    """Whether a product reads (channels, summed) instead of (summed, channels)."""
+    """Whether a product has a factor of the layout (channels, summed), not (summed, channels)."""
     return bool(use.node.attributes.get_int(_FLAGS[use.place], 0)) == (use.place == 1)
 
 

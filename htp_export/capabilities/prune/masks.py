@@ -1,4 +1,4 @@
-"""Masks: which elements of weights become zero, those with the smallest scores, alone or in groups.
+"""Masks: the elements of weights with the smallest scores, alone or in groups, become zero.
 
 The arrays of several weights are not in memory at the same time: numbers of one sign have the order
 of their bits, so that the element at a position of the sorted order is found digit by digit, as in

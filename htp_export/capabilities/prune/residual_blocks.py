@@ -64,6 +64,7 @@ def ends_of(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
     Raises:
         InputError: The module is no residual block, has several outputs, or runs several times.
     """
+    # Each condition of a residual block is an early exit with its reason.
     signature = tagged.signature(path)
     if not path or signature is None or tagged[path].calls != 1:
         name = repr(path or "(root)")

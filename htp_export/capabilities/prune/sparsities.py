@@ -19,7 +19,7 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Sparsity:
-    """The value of a rule: what to remove from the weights of a module.
+    """The value of a rule: how much of the weights of a module is removed.
 
     Attributes:
         kind: ``elements``: single elements become zero; ``n:m``: in each group of ``m`` elements,

@@ -68,20 +68,17 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
     known: Symbolic | None = None
     modified = False
     for node in graph:
-        weight = node.inputs[0] if is_standard(node, *_VIEWS) else None
-        tensor = weight.const_value if weight is not None and is_constant(weight) else None
-        if weight is None or tensor is None or tensor.size <= _SMALL:
-            continue
-        result = node.outputs[0]
-        if tensor.dtype == ir.DataType.STRING or result.is_graph_output():
+        tensor = _large_weight_of(node)
+        if tensor is None or node.outputs[0].is_graph_output():
             continue
         known = known or Symbolic(graph, model.opset_imports)
-        shape = known.shape(result)
+        shape = known.shape(node.outputs[0])
         sizes = [size for size in shape or () if isinstance(size, int)]
         if shape is None or len(sizes) < len(shape):
             continue
-        is_only_consumer = all(use.node is node for use in weight.uses())
-        growth = 0 if is_only_consumer else bytes_of(tensor)
+        weight = node.inputs[0]
+        has_other_uses = weight is not None and any(use.node is not node for use in weight.uses())
+        growth = bytes_of(tensor) if has_other_uses else 0
         if growth and growth > room_left(model):
             continue
         perm: Sequence[int] | None = None
@@ -90,10 +87,23 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
         view = _view(tensor, sizes, perm)
         recipes: dict[ir.Value, Recipe] = {}
         follow(graph, [node], recipes)
-        modified |= _store(graph, result, view, growth, recipes)
+        modified |= _store(graph, node.outputs[0], view, growth, recipes)
     if modified:
         remove_unused(model)
     return modified
+
+
+def _large_weight_of(node: ir.Node) -> ir.TensorProtocol | None:
+    """The large weight that a node transposes or reshapes; None for other nodes."""
+    if not is_standard(node, *_VIEWS):
+        return None
+    weight = node.inputs[0]
+    if weight is None or not is_constant(weight):
+        return None
+    tensor = weight.const_value
+    if tensor is None or tensor.size <= _SMALL or tensor.dtype == ir.DataType.STRING:
+        return None
+    return tensor
 
 
 def _view(
@@ -185,7 +195,7 @@ SHARE = 16
 """A model with large weights may grow by one sixteenth of them: users do not notice 6 %."""
 
 GROWTH = "htp_export.growth"
-"""Key in an initializer's ``meta``: the bytes by which it made the model grow."""
+"""Key in an initializer's ``meta``: the bytes by which the model grew with it."""
 
 _LARGE = 1 << 16
 """Bytes; ONNX Runtime receives larger constants as inputs, which it does not copy."""
@@ -270,6 +280,7 @@ def find_constant_nodes(
     bytes of a file can ask for any number of elements, so that a node stays until its size is
     known.
     """
+    # One walk with several reasons to skip a node: each is an early exit with its reason.
     known: Symbolic | None = None
     sources: dict[ir.Value, frozenset[ir.Value]] = {}
     constant_nodes: list[ir.Node] = []

@@ -415,7 +415,8 @@ def _end(
         value = guard.outputs[0]
     elif mask is not None and not mask.by_keys and not gives_zeros:
         return (
-            "it averages all values for queries without a visible key, and the operator gives zeros"
+            "it averages all values for queries without a visible key, "
+            "and the operator returns zeros"
         )
     while (copy := only_consumer(value, "Reshape", "Identity")) is not None:
         if known.shape(copy.outputs[0]) != known.shape(value) or copy.inputs[0] is not value:

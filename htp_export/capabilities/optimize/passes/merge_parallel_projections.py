@@ -1,4 +1,4 @@
-"""Merging of linear layers with the same input, such as those of queries, keys and values."""
+"""Merging of linear layers with the same input, such as the layers of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Layer:
     def columns(self) -> int:
         """The size of the last dimension of the result."""
         if is_standard(self.product, "MatMul"):
-            return int(self.product.inputs[1].const_value.shape.numpy()[1])  # type: ignore[union-attr]
+            weight: Any = self.product.inputs[1]  # a constant
+            return int(weight.const_value.shape.numpy()[1])
         return self.product.attributes["N"].as_int()
 
     @property
@@ -90,7 +91,8 @@ def layer_of(value: ir.Value | None) -> Layer | None:
     if not _has_constant_matrix(product):
         return None
     layer = Layer(end, product, bias)
-    if bias is not None and list(bias.const_value.shape) != [layer.columns]:  # type: ignore[union-attr]
+    bias_tensor = None if bias is None else bias.const_value
+    if bias_tensor is not None and list(bias_tensor.shape) != [layer.columns]:
         return None
     return layer
 
@@ -98,8 +100,8 @@ def layer_of(value: ir.Value | None) -> Layer | None:
 def _has_constant_matrix(product: ir.Node) -> bool:
     """Whether a node is a product with one constant matrix, perhaps a quantized one."""
     if is_standard(product, "MatMul"):
-        weight = product.inputs[1]
-        return is_constant(weight) and len(weight.const_value.shape) == 2  # type: ignore[union-attr]
+        weight: Any = product.inputs[1]
+        return is_constant(weight) and len(weight.const_value.shape) == 2
     if (product.domain, product.op_type) != ("com.microsoft", "MatMulNBits"):
         return False
     if any(product.inputs[4:5]):  # the order of the rows
