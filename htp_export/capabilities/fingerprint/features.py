@@ -47,7 +47,7 @@ _NEAREST = 80
 More than the casts, scalings and reshapes before an embedding, a convolution or a sine, and few
 enough for inputs such as masks, which every layer uses."""
 _NEAREST_PICK = 20  # likewise, from selected indices to the node that they select from
-_GATE_NODES = 7  # between a router's linear layer and its selection
+_GATE_NODES = 7  # between a router's linear layer and its selection: softmax, scales, group masks
 _MOST_EXPERTS = 1024  # a wider linear layer before a ``TopK`` is a vocabulary, not a router
 _SHORTEST_LOOP = 4  # steps: two or three equal slices also occur elsewhere (queries, keys, values)
 _STEP_NODES = 3  # the fewest results of a step of such a loop: a sum of slices has one

@@ -243,6 +243,13 @@ _POSITION_OPERATORS = (
 """Operators that compute positions from a ``Range``."""
 
 
+def _properties_of(nearest: int | None, farthest: int | None) -> tuple[bool, bool]:
+    """Whether keys at these distances before the query are no later ones, and include its own."""
+    is_causal = nearest is not None and nearest >= 0
+    sees_itself = (nearest or 0) <= 0 and (farthest is None or farthest >= 0)
+    return is_causal, sees_itself
+
+
 @dataclass(frozen=True)
 class _Rows:
     """The rows of a boolean mask of queries and keys; the queries are the last of the keys."""
@@ -260,7 +267,7 @@ class _Rows:
         contents = self.known.contents(value)
         if contents is not None and contents.size == 1:
             return False, contents.item() is True
-        node, shape = value.producer() if value is not None else None, self.known.shape(value)
+        node = value.producer() if value is not None else None
         if node is None or node.domain or not depth:
             return False, False
         if node.op_type == "And":
@@ -272,11 +279,10 @@ class _Rows:
                 return properties
         distances = self._distances(node)
         if distances is not None:
-            nearest, farthest = distances
-            is_causal = nearest is not None and nearest >= 0
-            sees_itself = (nearest or 0) <= 0 and (farthest is None or farthest >= 0)
-            return is_causal, sees_itself
-        return False, shape is not None and len(shape) >= 2 and shape[-2] == 1
+            return _properties_of(*distances)
+        shape = self.known.shape(value)
+        is_same_for_queries = shape is not None and len(shape) >= 2 and shape[-2] == 1
+        return False, is_same_for_queries
 
     def _distances(self, node: ir.Node) -> tuple[int | None, int | None] | None:
         """The smallest and largest distance of a visible key before the query.

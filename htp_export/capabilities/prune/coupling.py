@@ -165,6 +165,7 @@ class Coupling:
 
     def _cross(self, node: ir.Node, axis: Axis) -> None:
         """Propagate the labels of an axis through a node."""
+        # each kind of node has an early exit, the nodes without a rule included
         value, position = axis
         if node.graph is not self._tagged.model.graph or any(subgraphs(node)):
             raise StopError(f"its channels reach a branch or loop{self._at(node)}")

@@ -146,6 +146,8 @@ def _pruned(
     names = names_now(tagged.model)
     before = {weight: _counts(weight.value) for weight in counted(weights, "weights")}
     removed = _outermost_blocks(wanted, dropped)
+    # Blocks go first, as their weights need no cut; masks follow the cut, as they have the final
+    # shapes; ranks come last, as factors replace the weights.
     if removed:
         tagged = remove_blocks(tagged, removed)
     left = [weight for weight in weights if is_in_model(weight.value)]

@@ -90,7 +90,9 @@ def _scale_and_shift(norm: ir.Node, bias: ir.Value | None) -> tuple[Array, Array
     """The factor and the summand of each channel, with the bias of the layer before."""
     parameters: list[Any] = [value.const_value for value in norm.inputs[1:] if value is not None]
     gamma, beta, mean, variance = (tensor.numpy() for tensor in parameters)
-    before = 0 if bias is None or bias.const_value is None else bias.const_value.numpy()
+    before: Array | int = 0
+    if bias is not None and bias.const_value is not None:
+        before = bias.const_value.numpy()
     with np.errstate(all="ignore"):
         scale = gamma / np.sqrt(variance + np.float32(norm.attributes.get_float("epsilon", 1e-5)))
         return scale, (beta + (before - mean) * scale).astype(np.float32)

@@ -123,15 +123,10 @@ def joint_product(graph: ir.Graph, layers: Sequence[Layer]) -> ir.Value | None:
     products = {layer.product for layer in layers}
     earliest = next(node for node in graph if node in products)
     name = str(first.end.outputs[0].name)
-    axis = -1 if is_standard(first.product, "MatMul") else 0  # blocks are stored column by column
-    inputs = [first.product.inputs[0]]
-    for position in range(1, len(first.product.inputs)):
-        parts = [layer.product.inputs[position] for layer in layers]
-        kind = "weight" if position == 1 else f"input{position}"
-        inputs.append(_joined(graph, parts, axis, f"{name}_joint_{kind}"))
     attributes = dict(first.product.attributes)
     if "N" in attributes:
         attributes["N"] = ir.AttrInt64("N", sum(layer.columns for layer in layers))
+    inputs = _joint_inputs(graph, [layer.product for layer in layers], name)
     joint = ir.node(first.product.op_type, inputs, attributes, domain=first.product.domain)
     nodes = [joint]
     if first.bias is not None:
@@ -141,6 +136,17 @@ def joint_product(graph: ir.Graph, layers: Sequence[Layer]) -> ir.Value | None:
         node.name = f"{first.end.name}_joint_{node.op_type}"
     graph.insert_before(earliest, nodes)
     return nodes[-1].outputs[0]
+
+
+def _joint_inputs(graph: ir.Graph, products: Sequence[ir.Node], name: str) -> list[ir.Value | None]:
+    """The input of all products, and their weights side by side."""
+    axis = -1 if is_standard(products[0], "MatMul") else 0  # blocks are stored column by column
+    inputs = [products[0].inputs[0]]
+    for position in range(1, len(products[0].inputs)):
+        parts = [product.inputs[position] for product in products]
+        kind = "weight" if position == 1 else f"input{position}"
+        inputs.append(_joined(graph, parts, axis, f"{name}_joint_{kind}"))
+    return inputs
 
 
 def _slice(joint: ir.Value, layers: Sequence[Layer]) -> None:
