@@ -192,7 +192,7 @@ class _Investigation:
     def _watch(
         self, copy: _Copy, level: Level, info: PassInfo, difference: PassDifference, model: ir.Model
     ) -> None:
-        """Add the findings of one run of a pass: rewrites, merged constants, and removed weights."""
+        """Add the findings of one run: rewrites, merged constants, and removed weights."""
         level = max(level, info.level, key=self._passes.LEVELS.index)
         add = functools.partial(self._add, fixed_by=info.name, level=level)
         for rewrite in rewrites(difference, one_by_one=info.name == ONE_BY_ONE):
