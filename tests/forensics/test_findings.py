@@ -138,7 +138,7 @@ FOUND: list[tuple[str, dict[str, Any], str, str, str | None, str]] = [
             "conv_batchnorm",
             "c y",
             None,
-            "what the Conv gives is read elsewhere",
+            "other nodes use the result of the Conv",
         ),
     ),
     (RESHAPES, SIZES_OF, "identity_reshape", "i", "eliminate_identity_ops", ""),

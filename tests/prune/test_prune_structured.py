@@ -319,7 +319,7 @@ def test_a_share_that_cannot_be_reached_is_said(scope, left, two_layers):
                 "layers.0.down": "channels:0.25",
                 "embed": "channels:0.5",
             },
-            "of which the plan also",
+            "for which the plan also has",
         ),
         ({"layers.0.attention": "drop"}, "is no residual block"),
         ({"layers.0.up": "drop"}, "is no residual block"),

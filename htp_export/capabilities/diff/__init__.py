@@ -1,1 +1,1 @@
-"""What differs between two files, module by module."""
+"""The differences between two files, module by module."""

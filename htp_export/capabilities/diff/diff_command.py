@@ -19,13 +19,13 @@ def diff_command(
     before: Annotated[Path, "The first ONNX file."],
     after: Annotated[Path, "The second."],
     depth: DepthOption = None,
-    only_changed: Annotated[bool, "Leave out what is the same."] = False,
+    only_changed: Annotated[bool, "Leave out modules without changes."] = False,
     as_json: JsonOption = False,
     output: Annotated[
         Path | None, "Write a page: both trees, side by side.", Writes(Kind.PAGE)
     ] = None,
 ) -> None:
-    """Show what differs between two files, by module."""
+    """Show the differences between two files, by module."""
     from htp_export.capabilities.diff.differing import diff
     from htp_export.capabilities.diff.drawing import difference_page, render
     from htp_export.files.text_files import write_text

@@ -1,9 +1,9 @@
-"""What differs between two files, module by module."""
+"""diff(): the differences between two files, module by module."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,25 +20,25 @@ from htp_export.reporting.result import PlainData, Result, Table
 from htp_export.reporting.tag_facts import TagFacts
 
 STATUSES = ("same", "changed", "moved", "added", "removed")
-"""What can have become of a module; ``moved`` is the same under another path."""
+"""The changes of a module; ``moved``: unchanged, under another path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleState(ModuleFacts, PlainData):
-    """A module in one of the files: its facts there, and what it computes.
+    """A module in one of the files: its facts there, and a hash of its computation.
 
     Attributes:
         operators: Operator → nodes; operators that are not ONNX's own with their domain,
             ``com.microsoft.Gelu``.
-        structure: What its region computes, as a hash: operators, wiring, attributes, shapes and
-            types of weights.
+        structure: A hash of the computation of its region: operators, wiring, attributes, shapes
+            and types of weights.
     """
 
     operators: Mapping[str, int]
     structure: str = field(repr=False)
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has; sizes by element type."""
+        """The fields of `to_dict`; sizes by element type."""
         listed = ("path", "class_name", "fate", "nodes", "operators", "parameters", "structure")
         sizes = {
             "weight_bytes": self.weight_bytes_by_dtype,
@@ -70,14 +70,14 @@ class ModuleDifference(PlainData):
 
     @property
     def moved_from(self) -> str | None:
-        """Its path in the first file, where that is another one."""
+        """Its path in the first file, if it had another path there."""
         if self.before is None or self.after is None or self.before.path == self.after.path:
             return None
         return self.before.path
 
     @property
     def simple_class(self) -> str:
-        """The class without its module; both, where it changed."""
+        """The class name without its Python module; both names if the class changed."""
         classes = [
             state.class_name.rpartition(".")[2]
             for state in (self.before, self.after)
@@ -87,28 +87,29 @@ class ModuleDifference(PlainData):
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """How many nodes it has, before and after."""
+        """The number of its nodes, before and after."""
         return self._sides[0].nodes, self._sides[1].nodes
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """How many parameters it has, before and after."""
+        """The number of its parameters, before and after."""
         return self._sides[0].parameters, self._sides[1].parameters
 
     @property
     def weight_bytes(self) -> Mapping[str, tuple[int, int]]:
-        """Element type → bytes before and after, types of which there are any."""
-        first, second = (state.weight_bytes_by_dtype for state in self._sides)
-        return {
-            dtype: (first.get(dtype, 0), second.get(dtype, 0))
-            for dtype in sorted({*first, *second})
-        }
+        """Element type → bytes before and after; all types that its weights have."""
+        before, after = (state.weight_bytes_by_dtype for state in self._sides)
+        dtypes = sorted({*before, *after})
+        return {dtype: (before.get(dtype, 0), after.get(dtype, 0)) for dtype in dtypes}
 
     @property
     def shared_bytes(self) -> Mapping[str, tuple[int, int]]:
-        """The same of the weights that nodes of other modules read too; every type of ``weight_bytes``."""
-        first, second = (state.shared_bytes_by_dtype for state in self._sides)
-        return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in self.weight_bytes}
+        """Element type → bytes before and after of weights that nodes of other modules use, too.
+
+        Every type of ``weight_bytes``.
+        """
+        before, after = (state.shared_bytes_by_dtype for state in self._sides)
+        return {dtype: (before.get(dtype, 0), after.get(dtype, 0)) for dtype in self.weight_bytes}
 
     @property
     def _sides(self) -> tuple[ModuleState, ModuleState]:
@@ -116,7 +117,7 @@ class ModuleDifference(PlainData):
 
     @property
     def operators(self) -> Mapping[str, int]:
-        """Operator → how many more there are than before, those that changed; the largest change first."""
+        """Operator → nodes after minus nodes before, if not 0; the largest change first."""
         before, after = self._sides
         change = Counter(after.operators)
         change.subtract(before.operators)
@@ -124,7 +125,7 @@ class ModuleDifference(PlainData):
         return dict(sorted(changed, key=lambda item: (-abs(item[1]), item[0])))
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has: all that differs."""
+        """The fields of `to_dict`: all differences."""
         return {**super().data(), "class": self.simple_class}
 
 
@@ -148,12 +149,15 @@ class ModelDifference(Result):
     @cached_property
     def counts(self) -> Mapping[str, int]:
         """Status → modules."""
-        found = Counter(module.status for module in self.modules.values())
-        return {status: found[status] for status in STATUSES if found[status]}
+        counts = Counter(module.status for module in self.modules.values())
+        return {status: counts[status] for status in STATUSES if counts[status]}
 
     @property
     def same(self) -> bool:
-        """Whether both files compute the same with weights of the same shapes and types; their values are not read."""
+        """Whether both files compute the same with weights of the same shapes and types.
+
+        The values of weights are not compared.
+        """
         return self.modules[""].status == "same" and set(self.counts) == {"same"}
 
     def of(self, *statuses: str) -> list[ModuleDifference]:
@@ -172,12 +176,12 @@ class ModelDifference(Result):
 
     @property
     def changed(self) -> list[str]:
-        """Paths of the modules that compute otherwise than before."""
+        """Paths of the modules whose computation changed."""
         return [module.path for module in self.of("changed")]
 
     @property
     def moved(self) -> Mapping[str, str]:
-        """Path of a module in the second file → the other path that it has in the first."""
+        """Path of a module in the second file → its path in the first, if that is another one."""
         return {
             module.path: module.moved_from
             for module in self.modules.values()
@@ -185,7 +189,7 @@ class ModelDifference(Result):
         }
 
     def topmost(self) -> list[ModuleDifference]:
-        """The modules that differ, without those that were moved, added or removed together with one above them."""
+        """The modules that differ, without descendants that changed together with a listed one."""
         return [
             module
             for module in self.modules.values()
@@ -193,21 +197,21 @@ class ModelDifference(Result):
         ]
 
     def _implied(self, module: ModuleDifference) -> bool:
+        """Whether the difference follows from that of the module above."""
         above = tags.nearest_above(module.path, self.modules)
-        if (
-            above is None
-            or module.status == "changed"
-            or self.modules[above].status != module.status
-        ):
+        if above is None or module.status == "changed":
+            return False
+        parent = self.modules[above]
+        if parent.status != module.status:
             return False
         if module.status != "moved":
             return True
-        rest = module.path[len(above) :]
-        return module.moved_from == f"{self.modules[above].moved_from}{rest}"
+        relative = module.path[len(above) :]
+        return module.moved_from == f"{parent.moved_from}{relative}"
 
     @property
     def summary(self) -> str:
-        """How many modules differ, and how."""
+        """The number of modules by status, in one line."""
         if self.same:
             return f"no difference in {many(len(self.modules), 'module')}"
         return f"modules: {', '.join(f'{count} {status}' for status, count in self.counts.items())}"
@@ -217,27 +221,29 @@ class ModelDifference(Result):
         return None if self.same else ([MODULE, *DIFFERENCE_COLUMNS], self.topmost())
 
 
-_MOST_OPERATORS = 5  # what fits a line of a table
+_MOST_OPERATORS = 5  # as many as fit a line of a table
 _STYLES = {"same": "dim", "changed": "yellow", "moved": "cyan", "added": "green", "removed": "red"}
 
 
 def byte_lines(module: ModuleDifference) -> Iterator[str]:
-    """A line for each element type that changed, and for the one that most is of."""
+    """A line for each element type whose bytes changed, and for the type of most weights."""
     sizes, shared = module.weight_bytes, module.shared_bytes
-    most = max(sizes, key=lambda dtype: max(sizes[dtype]), default="")
+    largest = max(sizes, key=lambda dtype: max(sizes[dtype]), default="")
     for dtype, (before, after) in sizes.items():
+        shared_before, shared_after = shared[dtype]
         if before != after:
-            first, second = (
-                _with_shared(*side) for side in zip(sizes[dtype], shared[dtype], strict=True)
-            )
+            first, second = _with_shared(before, shared_before), _with_shared(after, shared_after)
             yield f"{dtype} {first} → {second}"
-        elif dtype == most:
+        elif dtype == largest:
             yield f"{dtype} {before:,}"
 
 
 def _with_shared(total: int, shared: int) -> str:
-    parts = [f"{total - shared:,}"] if total > shared or not shared else []
-    return " + ".join([*parts, f"{shared:,} shared"] if shared else parts)
+    if not shared:
+        return f"{total:,}"
+    if total <= shared:
+        return f"{shared:,} shared"
+    return f"{total - shared:,} + {shared:,} shared"
 
 
 def _operator_changes(changes: Mapping[str, int]) -> str:
@@ -252,11 +258,9 @@ def _pair(sizes: tuple[int, int]) -> str:
 
 
 def _status(module: ModuleDifference) -> str:
-    return (
-        module.status
-        if module.moved_from is None
-        else f"{module.status}, was {module.moved_from or '(root)'}"
-    )
+    if module.moved_from is None:
+        return module.status
+    return f"{module.status}, was {module.moved_from or '(root)'}"
 
 
 DIFFERENCE_COLUMNS: tuple[Column[ModuleDifference], ...] = (
@@ -267,16 +271,16 @@ DIFFERENCE_COLUMNS: tuple[Column[ModuleDifference], ...] = (
     Column("weight_bytes", "bytes", lambda module: "; ".join(byte_lines(module)), right=False),
     Column("operators", "operators", text=_operator_changes, style="dim", right=False),
 )
-"""What is said of each module."""
+"""The columns of a module, after its path."""
 
 
 @names_model_faults("a", "b")
 def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
-    """Compare the structure of two models by module: nodes, operators, parameters, bytes by element type.
+    """Compare two models by module: nodes, operators, parameters, bytes by element type.
 
-    Modules are matched by path. Of the others, a module with the same structure, or with the same
-    class and child modules, has moved. Values of weights are not read; other shapes or types are a
-    change.
+    Modules are matched by path. A module of the second model without a match has moved if the first
+    model has an unmatched module with the same structure, or with the same class and descendants.
+    Values of weights are not read; different shapes or types are a change.
 
     Thread-safe, also for calls on the same model.
 
@@ -302,86 +306,105 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
     """
     first, second = read_flat(a), read_flat(b)
     by_module = "none" not in (first.source, second.source)
-    before, after = (_states(tagged, by_module) for tagged in (first, second))
-    partner = _aligned(before, after)
-    kept = set(partner.values())
-    modules = {
-        path: _compared(path, before[partner[path]] if path in partner else None, state)
-        for path, state in after.items()
-    }
-    modules |= {
-        path: _compared(path, state, None) for path, state in before.items() if path not in kept
-    }
+    before, after = _states(first, by_module), _states(second, by_module)
+    counterparts = _aligned(before, after)
+    modules: dict[str, ModuleDifference] = {}
+    for path, state in after.items():
+        old = before[counterparts[path]] if path in counterparts else None
+        modules[path] = _compared(path, old, state)
+    matched = set(counterparts.values())
+    for path, state in before.items():
+        if path not in matched:
+            modules[path] = _compared(path, state, None)
     return ModelDifference(modules, by_module, (first.tag_facts, second.tag_facts))
 
 
 def _compared(path: str, before: ModuleState | None, after: ModuleState | None) -> ModuleDifference:
-    if before is None or after is None:
-        return ModuleDifference(path, "added" if before is None else "removed", before, after)
-    classes = {side.class_name for side in (before, after) if side.class_name}  # a file may not say
+    if before is None:
+        return ModuleDifference(path, "added", before, after)
+    if after is None:
+        return ModuleDifference(path, "removed", before, after)
+    # a file may have no class names
+    classes = {side.class_name for side in (before, after) if side.class_name}
     differs = len(classes) > 1 or (before.structure, before.fate) != (after.structure, after.fate)
-    status = "changed" if differs else "same" if before.path == after.path else "moved"
+    if differs:
+        status = "changed"
+    elif before.path == after.path:
+        status = "same"
+    else:
+        status = "moved"
     return ModuleDifference(path, status, before, after)
 
 
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
+    """Module path → its state; only the root, if the models are not compared by module."""
     contents, hasher = contents_of(tagged).modules, Hasher(GraphFacts(tagged))
     operators = tagged.index.counts(
         lambda node: f"{node.domain}.{node.op_type}" if node.domain else node.op_type
     )
-    return {
-        path: ModuleState(
-            **vars(contents[path].facts),
-            operators=operators.get(path, {}),
-            structure=hasher.region(path),
-        )
-        for path in (tagged.paths if by_module else [""])
-    }
+    states: dict[str, ModuleState] = {}
+    for path in tagged.paths if by_module else [""]:
+        facts = vars(contents[path].facts)
+        counts = operators.get(path, {})
+        states[path] = ModuleState(**facts, operators=counts, structure=hasher.region(path))
+    return states
 
 
 def _aligned(before: Mapping[str, ModuleState], after: Mapping[str, ModuleState]) -> dict[str, str]:
     """Path in the second model → path in the first, for the modules that both have.
 
-    Equal paths are the same module. What is left is held against each other from the top down:
-    modules of equal structure first, then those of one class that hold modules of the same names.
-    With a module, all below it moves. Both mappings have each module after those above it.
+    Modules with equal paths are the same. The others are matched from the top down: first modules
+    of equal structure, then modules of one class whose descendants have equal names. The
+    descendants of a matched module move with it. Both mappings have each module after its
+    ancestors.
     """
-    partner = {path: path for path in after if path in before}
-    taken = set(partner)
-    inside = _inside(path for path in after if path not in before)
-    inside_before = _inside(path for path in before if path not in after)
+    counterparts = {path: path for path in after if path in before}
+    taken = set(counterparts)
+    descendants = _descendants(path for path in after if path not in before)
+    descendants_before = _descendants(path for path in before if path not in after)
     for exact in (True, False):
         candidates: defaultdict[Hashable, deque[str]] = defaultdict(deque)
-        for path in inside_before:
-            candidates[_key(before[path], inside_before[path], exact)].append(path)
-        for path in inside:
-            key = _key(after[path], inside[path], exact)
-            if path in partner or key is None:
+        for path in descendants_before:
+            key = _key(before[path], descendants_before[path], exact)
+            candidates[key].append(path)
+        for path in descendants:
+            key = _key(after[path], descendants[path], exact)
+            if path in counterparts or key is None:
                 continue
-            waiting = candidates[key]
-            while waiting and waiting[0] in taken:
-                waiting.popleft()
-            counterpart = waiting.popleft() if waiting else ""
-            for rest in inside[path] if counterpart else ():
-                below, old = path + rest, counterpart + rest
-                if below not in partner and old in before and old not in taken:
-                    partner[below] = old
+            counterpart = _next_free(candidates[key], taken)
+            if counterpart is None:
+                continue
+            for relative in descendants[path]:
+                new, old = path + relative, counterpart + relative
+                if new not in counterparts and old in before and old not in taken:
+                    counterparts[new] = old
                     taken.add(old)
-    return partner
+    return counterparts
 
 
-def _inside(paths: Iterable[str]) -> dict[str, list[str]]:
-    """For each of some paths, the rests of those of them at or below it."""
-    inside: dict[str, list[str]] = {path: [] for path in paths}
-    for path in inside:
-        for up in tags.ancestors(path):
-            if up in inside:
-                inside[up].append(path[len(up) :])
-    return inside
+def _next_free(candidates: deque[str], taken: Container[str]) -> str | None:
+    """Remove and return the first candidate that is not taken; None if there is none."""
+    while candidates:
+        candidate = candidates.popleft()
+        if candidate not in taken:
+            return candidate
+    return None
 
 
-def _key(state: ModuleState, inside: list[str], exact: bool) -> Hashable:
-    """What two modules have in common that are one; None for a module that has too little to be recognised by."""
+def _descendants(paths: Iterable[str]) -> dict[str, list[str]]:
+    """For each path: the relative paths of itself and its descendants among `paths`."""
+    descendants: dict[str, list[str]] = {path: [] for path in paths}
+    for path in descendants:
+        for ancestor in tags.ancestors(path):
+            if ancestor in descendants:
+                descendants[ancestor].append(path[len(ancestor) :])
+    return descendants
+
+
+def _key(state: ModuleState, descendants: list[str], exact: bool) -> Hashable:
+    """The key of modules that match each other; None for a module with too little to match by."""
     if exact:
         return (state.structure, state.class_name) if state.nodes else None
-    return (state.class_name, *sorted(inside)) if len(inside) > 1 and state.class_name else None
+    if len(descendants) > 1 and state.class_name:
+        return (state.class_name, *sorted(descendants))
+    return None

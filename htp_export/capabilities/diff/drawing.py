@@ -1,4 +1,4 @@
-"""Differences between two files, drawn for a terminal or a pipe; and a page of both module trees, aligned by path."""
+"""Differences between two files, drawn for a terminal or a pipe, and as a page with both trees."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ from htp_export.reporting.module_table import flat_table
 from htp_export.reporting.result import plain
 from htp_export.reporting.tag_facts import TagFacts
 
-_SHARED = "shared: bytes of weights that other modules read too; in the modules above them they count once"
+_SHARED = (
+    "shared: bytes of weights that other modules read too; "
+    "in the modules above them they count once"
+)
 
 
 def render(
     difference: ModelDifference, *, depth: int | None = None, only_changed: bool = False
 ) -> RenderableType:
-    """A table with a line for each module, alike ones once, and a sum.
+    """A table with one line a module, and a sum; modules with equal differences share a line.
 
-    Modules that were moved, added or removed together with one above them have no line, nor those
-    more than ``depth`` names below the root; with ``only_changed``, nor those that are the same.
+    Modules that were moved, added or removed together with one above them have no line, nor modules
+    more than ``depth`` names below the root; with ``only_changed``, nor unchanged modules.
     """
     parts: list[RenderableType] = []
     differing = {module.path for module in difference.topmost()}
-    shown = [
-        m
-        for m in difference.modules.values()
-        if m.path in differing or (m.status == "same" and not only_changed)
-    ]
-    shown = [
-        module
-        for module in shown
-        if depth is None or sum(1 for _ in tags.ancestors(module.path)) <= depth + 1
-    ]
+    shown: list[ModuleDifference] = []
+    for module in difference.modules.values():
+        is_unchanged = module.status == "same" and not only_changed
+        if (module.path in differing or is_unchanged) and _is_within(module.path, depth):
+            shown.append(module)
     if shown and not (only_changed and difference.same):
-        lines = [
-            replace(alike[0], path=name)
-            for name, alike in gathered(shown, lambda module: module.path, _alike)
-        ]
+        groups = gathered(shown, lambda module: module.path, _line_key)
+        lines = [replace(modules[0], path=name) for name, modules in groups]
         parts += [flat_table([MODULE, *DIFFERENCE_COLUMNS], lines, gap=2), Text()]
     parts.append(Text(difference.summary))
     if any("shared" in line for module in shown for line in byte_lines(module)):
         parts.append(Text(_SHARED, style="dim"))
     if not difference.by_module:
-        parts.append(
-            Text("one of the files has no module tags: only the whole is compared", style="yellow")
-        )
+        note = "one of the files has no module tags: only the whole is compared"
+        parts.append(Text(note, style="yellow"))
     return Group(*parts, *tag_note(*difference.tags))
 
 
-def _alike(module: ModuleDifference) -> object:
-    """What makes the lines of two modules the same; one that was moved stands alone."""
+def _is_within(path: str, depth: int | None) -> bool:
+    """Whether a path has at most so many names; None for any number."""
+    return depth is None or sum(1 for _ in tags.ancestors(path)) <= depth + 1
+
+
+def _line_key(module: ModuleDifference) -> object:
+    """The key of modules that share a line; a moved module has a line of its own."""
     sizes = (*module.nodes, *module.parameters, *byte_lines(module))
     operators = tuple(module.operators.items())
     return (module.simple_class, module.status, sizes, operators, module.moved_from and module.path)
@@ -78,9 +78,10 @@ def comparison_page(
     notes: Sequence[str] = (),
     files: Sequence[tuple[str, TagFacts]] = (),
 ) -> str:
-    """The page of two models with these names; ``rows`` are `ModuleDifference`, each after those above it.
+    """The page of two models with these names.
 
-    ``columns`` are the fields that are columns: all are shown of the module that is selected.
+    ``rows`` are `ModuleDifference`, each after the rows of its ancestors. ``columns`` are the
+    fields that the table shows; the page shows all fields of the selected module.
     """
     from htp_export.capabilities.view.page.document import document, tags_data
 
@@ -95,12 +96,17 @@ def comparison_page(
         "repeats": _repeats(drawn),
         "rows": drawn,
     }
-    style, scripts = ("page.css", "diff.css"), ("sizes.js", "reasons.js", "diff.js")
-    return document(f"{before} → {after}", data, template="diff.html", style=style, scripts=scripts)
+    return document(
+        f"{before} → {after}",
+        data,
+        template="diff.html",
+        style=("page.css", "diff.css"),
+        scripts=("sizes.js", "reasons.js", "diff.js"),
+    )
 
 
 def difference_page(difference: ModelDifference, before: str, after: str) -> str:
-    """The page of what differs between two files with these names, with what each knows about its tags."""
+    """The page of the differences between two files with these names, and of their tags."""
     files = list(zip((before, after), difference.tags, strict=True))
     notes = [f"{name}: {in_both(facts.advice)}" for name, facts in files if facts.advice]
     if not difference.by_module:
@@ -110,17 +116,17 @@ def difference_page(difference: ModelDifference, before: str, after: str) -> str
 
 
 def _repeats(rows: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Positions of siblings that are alike and changed alike; which tensors are wired how does not count."""
+    """Positions of equal siblings with equal changes; the wiring of tensors does not count."""
     by_path = {row["path"]: row for row in rows}
-    place = {path: position for position, path in enumerate(by_path)}
+    positions = {path: position for position, path in enumerate(by_path)}
     parents = {path: tags.nearest_above(path, by_path) for path in by_path}
 
-    def alike(path: str) -> Hashable:
+    def without_path(side: dict[str, Any] | None) -> dict[str, Any] | None:
+        return side and {name: side[name] for name in side if name != "path"}
+
+    def key(path: str) -> Hashable:
         row = by_path[path]
-        sides = [
-            side and {name: side[name] for name in side if name != "path"}
-            for side in (row["before"], row["after"])
-        ]
+        sides = [without_path(row["before"]), without_path(row["after"])]
         return json.dumps([row["status"], sides], sort_keys=True)
 
-    return [[place[path] for path in run] for run in repeats(parents, alike)]
+    return [[positions[path] for path in run] for run in repeats(parents, key)]

@@ -1,1 +1,1 @@
-"""The family of architectures that a graph belongs to, and the blocks that it repeats."""
+"""Fingerprint: the family of architectures that a graph belongs to, and its repeated blocks."""

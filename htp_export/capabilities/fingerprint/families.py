@@ -1,7 +1,7 @@
-"""Fingerprint: the family of architectures that a graph belongs to, why, and the blocks that it repeats.
+"""Fingerprint: the family of architectures that a graph belongs to, and its repeated blocks.
 
-Only mechanisms count: what the graph does to its inputs. Names of models, modules and tensors say
-nothing.
+Only mechanisms are evidence: the operations of the graph on its inputs. Names of models, modules
+and tensors are not.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from htp_export.reporting.columns import many
 from htp_export.reporting.result import Result
 from htp_export.reporting.tag_facts import TagFacts
 
-_LEAST_NODES = 3  # of a module
+_LEAST_NODES = 3  # of a module: a Linear has two, MatMul and Add
 _LEAST_IN_PIECES = 5  # nodes of a block without modules: fewer repeat by chance
-_LONGEST_CHAIN = 4096  # pieces; what comes after is not looked at
+_LONGEST_CHAIN = 4096  # pieces: the search for repetitions takes time with their number squared
 _WEIGHED = frozenset((
-    "Attention", "Conv", "ConvInteger", "ConvTranspose", "FusedConv", "FusedMatMul", "GRU", "Gemm", "LSTM", "MatMul",
-    "MatMulInteger", "MatMulNBits", "MultiHeadAttention", "QLinearConv", "QLinearMatMul", "RNN"
+    "Attention", "Conv", "ConvInteger", "ConvTranspose", "FusedConv", "FusedMatMul", "GRU", "Gemm",
+    "LSTM", "MatMul", "MatMulInteger", "MatMulNBits", "MultiHeadAttention", "QLinearConv",
+    "QLinearMatMul", "RNN"
 ))  # fmt: skip
-"""Operators with weights or attention, of which every block has one."""
+"""Operators with weights or attention; every block has one."""
 _TELLING = (
     "MatMul",
     "Gemm",
@@ -46,7 +47,7 @@ _TELLING = (
     "GRU",
     "BatchNormalization",
 )
-"""Operators that give a block its name where no class does."""
+"""Operators that name a block without a class."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,13 @@ class Block:
     starts: tuple[str, ...]
 
     def __str__(self) -> str:
-        where = (self.modules or self.starts)[0]
-        return f"{self.count:5} × {self.name}, {self.nodes} nodes each: {where}"  # noqa: RUF001 - "times"
+        first = (self.modules or self.starts)[0]
+        times = "×"  # noqa: RUF001 - the sign of a product, no letter
+        return f"{self.count:5} {times} {self.name}, {self.nodes} nodes each: {first}"
 
 
 def repeated_blocks(facts: GraphFacts) -> tuple[Block, ...]:
-    """The structures that a graph repeats, those that make up most of it first.
+    """The structures that a graph repeats, the largest part of the model first.
 
     Parts of a repeated block are no blocks of their own, unless each block has several of them.
     """
@@ -82,46 +84,45 @@ def repeated_blocks(facts: GraphFacts) -> tuple[Block, ...]:
 
 
 def _modules(facts: GraphFacts) -> Iterator[Block]:
+    """Modules that compute the same, as blocks."""
     tagged, hasher = facts.tagged, Hasher(facts)
     groups: defaultdict[str, list[Region]] = defaultdict(list)
     for path in tagged.paths:
         region = tagged[path]
-        if (
-            path
-            and region.calls
-            and len(region.nodes) >= _LEAST_NODES
-            and _holds_weights(region.nodes)
-        ):
+        is_candidate = path and region.calls and len(region.nodes) >= _LEAST_NODES
+        if is_candidate and _holds_weights(region.nodes):
             groups[hasher.region(path)].append(region)
     repeated = {key: regions for key, regions in groups.items() if _runs_of(regions) > 1}
     group_of = {region.path: key for key, regions in repeated.items() for region in regions}
 
-    def around(region: Region) -> str | None:
+    def group_above(region: Region) -> str | None:
+        """The group of the nearest repeated module above."""
         return group_of.get(tags.nearest_above(region.path, group_of) or "")
 
     for regions in repeated.values():
-        inside = Counter(map(around, regions))
-        several = {
-            key for key, count in inside.items() if key is not None and count > len(repeated[key])
-        }
-        kept = [
-            region
-            for region in regions
-            if around(region) is None or (region.children and around(region) in several)
-        ]
+        parts_in = Counter(map(group_above, regions))
+        kept: list[Region] = []
+        for region in regions:
+            above = group_above(region)
+            if above is None:
+                kept.append(region)
+            elif region.children and parts_in[above] > len(repeated[above]):
+                kept.append(region)  # each block above has several
         if _runs_of(kept) > 1:
-            names = dict.fromkeys(
-                region.info.simple_class or region.path.rpartition(".")[2] for region in kept
-            )
-            size = len(kept[0].nodes) // max(kept[0].calls, 1)
-            paths = tuple(region.path for region in kept)
-            yield Block(
-                _runs_of(kept),
-                " / ".join(names),
-                paths,
-                size,
-                _starts(region.nodes for region in kept),
-            )
+            yield _block_of(kept)
+
+
+def _block_of(regions: Sequence[Region]) -> Block:
+    names = dict.fromkeys(
+        region.info.simple_class or region.path.rpartition(".")[2] for region in regions
+    )
+    return Block(
+        count=_runs_of(regions),
+        name=" / ".join(names),
+        modules=tuple(region.path for region in regions),
+        nodes=len(regions[0].nodes) // max(regions[0].calls, 1),
+        starts=_starts(region.nodes for region in regions),
+    )
 
 
 def _runs_of(regions: Iterable[Region]) -> int:
@@ -139,65 +140,68 @@ def _starts(parts: Iterable[Sequence[ir.Node]]) -> tuple[str, ...]:
 def _pieces(facts: GraphFacts) -> Iterator[Block]:
     """Consecutive equal blocks along the chain of each input, for graphs without tags."""
     hasher, taken = Hasher(facts), set[ir.Node]()
-    for given in model_inputs(facts):
-        pieces = _chain(facts, given.value)[:_LONGEST_CHAIN] if given.kind != "control" else []
+    for model_input in model_inputs(facts):
+        if model_input.kind == "control":
+            continue
+        pieces = _chain(facts, model_input.value)[:_LONGEST_CHAIN]
         keys = [hasher.part(piece) for piece in pieces]
         for start, period, count in _repetitions(keys, [len(piece) for piece in pieces]):
-            ranges = [pieces[start + k * period : start + (k + 1) * period] for k in range(count)]
-            parts = [[node for piece in part for node in piece] for part in ranges]
-            if (
-                len(parts[0]) >= _LEAST_IN_PIECES
-                and _holds_weights(parts[0])
-                and taken.isdisjoint(parts[0])
-            ):
-                taken.update(node for part in parts for node in part)
-                counts = Counter(node.op_type for node in parts[0])
-                named = [(op, counts[op]) for op in _TELLING if counts[op]] or counts.most_common(3)
-                name = ", ".join(f"{number} {op}" for op, number in named)
-                yield Block(count, name, (), len(parts[0]), _starts(parts))
+            parts: list[list[ir.Node]] = []
+            for k in range(count):
+                first = start + k * period
+                parts.append(list(itertools.chain(*pieces[first : first + period])))
+            is_large = len(parts[0]) >= _LEAST_IN_PIECES and _holds_weights(parts[0])
+            if is_large and taken.isdisjoint(parts[0]):
+                taken.update(*parts)
+                yield Block(count, _name_of(parts[0]), (), len(parts[0]), _starts(parts))
+
+
+def _name_of(nodes: Iterable[ir.Node]) -> str:
+    """The name of a block without modules: its main operators."""
+    counts = Counter(node.op_type for node in nodes)
+    main = [(op, counts[op]) for op in _TELLING if counts[op]] or counts.most_common(3)
+    return ", ".join(f"{count} {op}" for op, count in main)
 
 
 def _chain(facts: GraphFacts, start: ir.Value) -> list[list[ir.Node]]:
-    """The pieces between the nodes that every path from an input to the end contains, in order."""
+    """The nodes after an input, cut after each node that every path from it contains."""
     nodes = _between(facts, start)
-    place = {node: k for k, node in enumerate(nodes)}
+    positions = {node: position for position, node in enumerate(nodes)}
     pieces: list[list[ir.Node]] = []
-    first, furthest = (
-        0,
-        max((place[use.node] for use in start.uses() if use.node in place), default=0),
-    )
-    for k, node in enumerate(nodes):
-        if furthest <= k:  # no edge from before leads past this node
-            pieces.append(nodes[first : k + 1])
-            first = k + 1
-        furthest = max(
-            furthest, *(place[reader] for reader in node.successors() if reader in place), k
-        )
+    first = 0
+    furthest = max((positions.get(use.node, 0) for use in start.uses()), default=0)
+    for position, node in enumerate(nodes):
+        if furthest <= position:  # no edge from an earlier node passes this one
+            pieces.append(nodes[first : position + 1])
+            first = position + 1
+        consumers = [positions.get(consumer, 0) for consumer in node.successors()]
+        furthest = max(furthest, position, *consumers)
     return [piece for piece in (*pieces, nodes[first:]) if piece]
 
 
 def _between(facts: GraphFacts, start: ir.Value) -> list[ir.Node]:
-    """The nodes on paths from a value to the outputs of the graph, in order; paths through sizes do not count."""
+    """The nodes on paths from a value to the outputs of the graph, in order.
+
+    Paths through sizes do not count.
+    """
     graph = facts.tagged.model.graph
     starts: dict[ir.Value | None, int] = {start: 1}
     reached = dependence(reads_and_results(graph), starts)
     useful: dict[ir.Node, None] = {}
     for node in reversed(graph):
-        leaves = any(value.is_graph_output() for value in node.outputs)
-        if any(value in reached for value in node.outputs) and (
-            leaves or any(n in useful for n in node.successors())
-        ):
+        if not any(value in reached for value in node.outputs):
+            continue
+        is_last = any(value.is_graph_output() for value in node.outputs)
+        if is_last or any(consumer in useful for consumer in node.successors()):
             useful[node] = None
     return list(reversed(useful))
 
 
 def _repetitions(keys: Sequence[str], weights: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Repetitions in a sequence: start, period and count; the largest first, without overlaps."""
-    numbers = (
-        np.unique(np.array(keys, dtype=object).astype(str), return_inverse=True)[1]
-        if keys
-        else np.zeros(0, int)
-    )
+    if not keys:
+        return
+    _, numbers = np.unique(np.array(keys, dtype=object).astype(str), return_inverse=True)
     pending = [(0, len(numbers))]
     while pending:
         low, high = pending.pop()
@@ -209,7 +213,10 @@ def _repetitions(keys: Sequence[str], weights: Sequence[int]) -> Iterator[tuple[
 
 
 def _best_repetition(numbers: np.ndarray, weights: np.ndarray) -> tuple[int, int, int] | None:
-    """The repetition that covers most nodes; of equal ones, that with the shortest period."""
+    """The repetition that contains the most nodes.
+
+    Of equal ones, the one with the shortest period.
+    """
     total = np.concatenate([[0], np.cumsum(weights)])
     best: tuple[int, int, int] | None = None
     covered = 0
@@ -231,7 +238,7 @@ class Fingerprint(Result):
     Attributes:
         family: One of `FAMILIES`.
         evidence: The evidence in sentences; the decisive one comes first.
-        blocks: Repeated structures, those with the largest part of the model first.
+        blocks: Repeated structures, the largest part of the model first.
         nodes: Number of nodes of the model.
         tags: The tags of the model: source, reasons, untagged nodes.
     """
@@ -249,12 +256,12 @@ class Fingerprint(Result):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The evidence, the blocks, and what is known about tags."""
+        """The evidence, the blocks, and notes on the tags."""
         return (*(f"  {fact}" for fact in self.evidence), *map(str, self.blocks), *super().lines)
 
 
 def _hears(seen: GraphFeatures) -> bool:
-    """Whether there is a signal, or a spectrum that enters layers of speech models."""
+    """Whether an input is a signal, or a spectrum that enters layers of speech models."""
     spectrum = seen.takes("features") and not seen.takes("tokens", "image")
     return seen.takes("sound") or (spectrum and bool(seen.attentions) and seen.convolutions[1] > 0)
 
@@ -287,18 +294,18 @@ _RULES: Mapping[str, tuple[str, Callable[[GraphFeatures], bool]]] = {
     "encoder": ("attention", lambda seen: bool(seen.attentions) or seen.takes("tokens")),
     "unknown": ("attention", lambda seen: True),
 }
-"""Family → the evidence that decides, and what it has to be; the first family that applies counts."""
+"""Family → its decisive evidence, and the condition; the first family that applies counts."""
 
 FAMILIES = tuple(_RULES)
-"""What `Fingerprint.family` can be."""
+"""The values of `Fingerprint.family`."""
 
 
 @names_model_faults("model")
 def fingerprint(model: ModelSource) -> Fingerprint:
     """Classify the architecture of a model, and find the blocks that it repeats.
 
-    The first of `FAMILIES` whose evidence is there counts, so that a speech model with an encoder
-    and a decoder is ``speech``. ``docs/fingerprint.md`` has what tells each, and the accuracy.
+    The first of `FAMILIES` whose condition holds counts, so that a speech model with an encoder and
+    a decoder is ``speech``. ``docs/fingerprint.md`` lists the conditions, and the accuracy.
 
     Thread-safe, also for calls on the same model.
 
@@ -323,64 +330,75 @@ def fingerprint(model: ModelSource) -> Fingerprint:
     """
     tagged = read_flat(model)
     seen = GraphFeatures(tagged)
-    family, (first, _) = next((name, rule) for name, rule in _RULES.items() if rule[1](seen))
+    family = next(name for name, (_, applies) in _RULES.items() if applies(seen))
+    decisive, _ = _RULES[family]
     sentences = _evidence(seen)
-    evidence = (*sentences.pop(first), *itertools.chain.from_iterable(sentences.values()))
-    return Fingerprint(
-        family, evidence, repeated_blocks(GraphFacts(tagged)), len(tagged.nodes), tagged.tag_facts
-    )
+    evidence = (*sentences.pop(decisive), *itertools.chain.from_iterable(sentences.values()))
+    blocks = repeated_blocks(GraphFacts(tagged))
+    return Fingerprint(family, evidence, blocks, len(tagged.nodes), tagged.tag_facts)
 
 
 def _evidence(seen: GraphFeatures) -> dict[str, list[str]]:
-    attentions = ", ".join(f"{count} {kind}" for kind, count in seen.attentions.most_common())
-    wide = (
-        f"{count} in {many(dims, 'dimension')}" for dims, count in sorted(seen.convolutions.items())
-    )
-    unrolled = (
-        f"loops over {max(seen.loops, default=0)} steps, unrolled, over {len(seen.loops)} tensors"
-    )
+    """Kind of evidence → its sentences."""
+    time_steps = [
+        f"input {name} is a time step: its sines and cosines enter a linear layer"
+        for name in seen.time_steps
+    ]
+    routing: list[str] = []
+    if seen.routers:
+        chosen, experts = seen.routers[0]
+        choice = f"each position chooses {chosen or 'some'} of {experts} experts"
+        routing.append(f"{len(seen.routers)} routers: {choice}")
+    recurrence = [f"{count} {op}" for op, count in seen.recurrent.most_common()]
+    if seen.loops:
+        steps, tensors = max(seen.loops), len(seen.loops)
+        recurrence.append(f"loops over {steps} steps, unrolled, over {tensors} tensors")
+    attention: list[str] = []
+    if seen.attentions:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in seen.attentions.most_common())
+        attention.append(f"{seen.attentions.total()} attentions: {kinds}")
+    inputs = [_about(seen.facts, one) for one in seen.inputs if one.kind != "control"]
+    convolution: list[str] = []
+    if seen.convolutions:
+        by_dimensions = sorted(seen.convolutions.items())
+        listed = ", ".join(f"{count} in {many(dims, 'dimension')}" for dims, count in by_dimensions)
+        total = seen.convolutions.total()
+        convolution.append(f"{total} convolutions wider than a point: {listed}")
     return {
-        "time": [
-            f"input {name} is a time step: its sines and cosines enter a linear layer"
-            for name in seen.time_steps
-        ],
-        "routing": [
-            f"{len(seen.routers)} routers: each position chooses {chosen or 'some'} of {experts} experts"
-            for chosen, experts in seen.routers[:1]
-        ],
-        "recurrence": [
-            *(f"{count} {op}" for op, count in seen.recurrent.most_common()),
-            *[unrolled][: len(seen.loops)],
-        ],
-        "attention": [f"{seen.attentions.total()} attentions: {attentions}"] if attentions else [],
-        "inputs": [_about(seen.facts, given) for given in seen.inputs if given.kind != "control"],
-        "convolution": [
-            f"{seen.convolutions.total()} convolutions wider than a point: {', '.join(wide)}"
-        ]
-        if seen.convolutions
-        else [],
+        "time": time_steps,
+        "routing": routing,
+        "recurrence": recurrence,
+        "attention": attention,
+        "inputs": inputs,
+        "convolution": convolution,
     }
 
 
-def _about(facts: GraphFacts, given: ModelInput) -> str:
-    sizes = ", ".join(
-        str(size if isinstance(size, int) else size.value or "?")
-        for size in given.value.shape or ()
-    )
-    sentence = f"input {given.value.name or 'unnamed'} [{sizes}] is"
-    if given.kind == "tokens":
+def _about(facts: GraphFacts, model_input: ModelInput) -> str:
+    """A sentence on the kind of an input, and on its first consumer."""
+    value = model_input.value
+    sizes = [size if isinstance(size, int) else size.value or "?" for size in value.shape or ()]
+    sentence = f"input {value.name or 'unnamed'} [{', '.join(map(str, sizes))}] is"
+    if model_input.kind == "tokens":
         return f"{sentence} tokens: it is looked up in a table of vectors"
-    first = given.convolution
-    shape = None if first is None else facts.shape(first.inputs[1])
-    kernel = [size for size in (shape or ())[2:] if isinstance(size, int)]
-    if first is None or not kernel:
+    consumer = _about_convolution(facts, model_input.convolution)
+    if not consumer:
         return f"{sentence} numbers that enter no convolution first"
-    strides = [*(first.attributes.get_ints("strides") or (1,) * len(kernel))]
-    wide, stride = ("x".join(map(str, sizes)) for sizes in (kernel, strides))
-    patches = kernel == strides and min(kernel) > 1
-    how = (
-        f"is cut in patches of {wide}"
-        if patches
-        else f"enters a convolution of {wide}, stride {stride}"
-    )
-    return f"{sentence} {'an image' if given.kind == 'image' else 'a signal or spectrum over time'}: it {how}"
+    kind = "an image" if model_input.kind == "image" else "a signal or spectrum over time"
+    return f"{sentence} {kind}: it {consumer}"
+
+
+def _about_convolution(facts: GraphFacts, convolution: ir.Node | None) -> str:
+    """The use of an input by its first convolution; empty if it has none of known size."""
+    if convolution is None:
+        return ""
+    weight_shape = facts.shape(convolution.inputs[1]) or ()
+    kernel = [size for size in weight_shape[2:] if isinstance(size, int)]
+    if not kernel:
+        return ""
+    strides = [*(convolution.attributes.get_ints("strides") or (1,) * len(kernel))]
+    width = "x".join(map(str, kernel))
+    if kernel == strides and min(kernel) > 1:
+        return f"is cut in patches of {width}"
+    stride = "x".join(map(str, strides))
+    return f"enters a convolution of {width}, stride {stride}"

@@ -12,10 +12,7 @@ PLACE = ("Look", 7)
 
 
 def fingerprint_command(file: FileArgument, as_json: JsonOption = False) -> None:
-    """Show what kind of network it is, and why.
-
-    The blocks that it repeats, too.
-    """
+    """Show the kind of network, the evidence for it, and its repeated blocks."""
     from htp_export.capabilities.fingerprint.families import fingerprint
 
     with Steps(quiet=as_json).step(f"looking into {file}"):

@@ -1,4 +1,4 @@
-"""What is in a graph, drawn for a terminal or a pipe: findings by kind and by module."""
+"""Findings of `forensics`, drawn for a terminal or a pipe: by kind, by module, or one by one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _FINDING: tuple[Column[Finding], ...] = (
 
 
 def render_forensics(result: Forensics, *, depth: int | None = None) -> RenderableType:
-    """A table with a line for each kind, and one for each module with findings, up to so many names below the root."""
+    """A table with one line a kind, and one line a module with findings.
+
+    Modules more than ``depth`` names below the root have no line.
+    """
     if not result.findings:
         return Group(Text(result.summary), *map(Text, result.notes), *tag_note(result.tags))
     parts: list[RenderableType] = [flat_table(KIND_COLUMNS, result.by_kind, gap=2)]
@@ -51,7 +54,10 @@ def render_forensics(result: Forensics, *, depth: int | None = None) -> Renderab
 
 
 def render_findings(result: Forensics) -> RenderableType:
-    """A table with a line for each finding; those of alike modules are one, with the nodes of the first."""
+    """A table with one line a finding; modules with the same findings share a line.
+
+    The line of several modules lists the nodes of the first.
+    """
     alike = gathered(result.findings, attrgetter("module"), attrgetter("kind", "fixed_by", "why"))
     table = flat_table(
         _FINDING, [replace(findings[0], module=name) for name, findings in alike], gap=2
@@ -60,9 +66,12 @@ def render_findings(result: Forensics) -> RenderableType:
 
 
 def _by_module(result: Forensics, modules: list[str]) -> Table:
-    """A line for each module, alike ones once, without those that only hold another one with the same findings."""
+    """A table with one line a module; modules with the same findings share it.
 
-    def above(path: str) -> str:
+    A module whose parent has the same findings has no line.
+    """
+
+    def parent_of(path: str) -> str:
         return tags.nearest_above(path, result.modules) or ""
 
     def kinds_text(path: str) -> str:
@@ -70,14 +79,15 @@ def _by_module(result: Forensics, modules: list[str]) -> Table:
         return ", ".join(f"{count} {kind}" for kind, count in kinds)
 
     shown = set(modules)
-    finer = [
-        p for p in modules if above(p) not in shown or result.modules[above(p)] != result.modules[p]
-    ]
+    finer: list[str] = []
+    for path in modules:
+        parent = parent_of(path)
+        if parent not in shown or result.modules[parent] != result.modules[path]:
+            finer.append(path)
     columns: list[Column[tuple[str, str]]] = [
         Column("found", "found", lambda line: sum(result.modules[line[1]].values())),
         Column("module", "module", lambda line: line[0], right=False),
         Column("kinds", "of which", lambda line: kinds_text(line[1]), style="dim", right=False),
     ]
-    return flat_table(
-        columns, [(name, paths[0]) for name, paths in gathered(finer, str, kinds_text)], gap=2
-    )
+    lines = [(name, paths[0]) for name, paths in gathered(finer, str, kinds_text)]
+    return flat_table(columns, lines, gap=2)

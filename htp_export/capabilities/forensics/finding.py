@@ -1,4 +1,4 @@
-"""Findings: what passes would change in a graph, and what they leave unchanged."""
+"""Findings: the changes that passes would apply to a graph, and the nodes that they leave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from htp_export.reporting.tag_facts import TagFacts
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of finding: what it is, the pass that changes it, and why there is none where there is none."""
+    """A kind of finding: its title, the pass that fixes it, and the reason if no pass does."""
 
     title: str
     fixed_by: str | None
@@ -33,7 +33,8 @@ KINDS: Mapping[str, Kind] = {
     "layer_norm": Kind(
         "LayerNorm in single steps",
         None,
-        f"LayerNormalization {_ORDER}; export at opset 17 or later, where PyTorch's is one operator",
+        f"LayerNormalization {_ORDER}; "
+        "export at opset 17 or later, where PyTorch's is one operator",
     ),
     "rms_norm": Kind("RMSNorm in single steps", "fuse_for_onnxruntime"),
     "gelu_erf": Kind("GELU in single steps", "fuse_for_onnxruntime"),
@@ -58,11 +59,12 @@ KINDS: Mapping[str, Kind] = {
     "unused_initializers": Kind("weights that nothing reads", "eliminate_unused_initializers"),
     "dead_nodes": Kind("nodes that nothing needs", "eliminate_dead_nodes"),
 }
-"""Kinds of findings, in the order of tables; what any other pass changes has the name of that pass as its kind."""
+"""Kinds of findings, in the order of tables. A change by any other pass has the name of that pass
+as its kind."""
 
 
 def title_of(kind: str) -> str:
-    """What a kind of finding is, for readers.
+    """The title of a kind of finding, for readers.
 
     Examples:
         >>> title_of("chained_reshapes"), title_of("eliminate_expands")
@@ -73,7 +75,7 @@ def title_of(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """Nodes that a pass would change together, or that match a pass and stay.
+    """Nodes that one rewrite of a pass would change, or that match a pass and stay.
 
     Attributes:
         kind: A key of `KINDS`, or the name of the pass.
@@ -106,8 +108,7 @@ class Forensics(Result):
         findings: All findings, by kind in the order of `KINDS`, then in graph order.
         nodes: Number of nodes of the model.
         tags: The tags of the model: source, reasons, untagged nodes.
-        failed: Passes that could not run on this model → the reason; what they would change is
-            unknown.
+        failed: Passes that could not run on this model → the reason; their findings are unknown.
     """
 
     derived = ("kinds", "modules")
@@ -125,7 +126,10 @@ class Forensics(Result):
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, int]]:
-        """Module path → kind → number of findings at or below it; modules without findings are left out."""
+        """Module path → kind → number of findings at or below it.
+
+        Modules without findings are left out.
+        """
         found: dict[str, Counter[str]] = {}
         for finding in self.findings:
             for path in tags.ancestors(finding.module):
@@ -138,12 +142,12 @@ class Forensics(Result):
 
     @property
     def by_kind(self) -> list[KindSummary]:
-        """A line for each kind that was found."""
+        """A summary for each kind that was found."""
         return [_summed(kind, self.of(kind)) for kind in self.kinds]
 
     @property
     def summary(self) -> str:
-        """How much was found."""
+        """The numbers of findings, and of findings that a pass fixes, in one line."""
         if not self.findings:
             return f"nothing found in {self.nodes} nodes"
         fixed = sum(finding.fixed_by is not None for finding in self.findings)
@@ -152,7 +156,7 @@ class Forensics(Result):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines below the table: passes that could not run."""
+        """Lines below the table: the passes that could not run."""
         return tuple(
             f"{name} could not run, and is left out: {why}" for name, why in self.failed.items()
         )
@@ -164,7 +168,7 @@ class Forensics(Result):
 
 @dataclass(frozen=True)
 class KindSummary:
-    """All findings of one kind; ``fix`` has the level that the pass needs where that is not the lowest."""
+    """All findings of one kind; ``fix`` contains the level of the pass if that is not ``exact``."""
 
     title: str
     count: int
@@ -185,11 +189,15 @@ KIND_COLUMNS: tuple[Column[KindSummary], ...] = (
 
 def _summed(kind: str, findings: tuple[Finding, ...]) -> KindSummary:
     fixed = [finding for finding in findings if finding.fixed_by is not None]
+    fix = ""
+    if fixed:
+        fix, level = fixed[0].fixed_by or "", fixed[0].level
+        if level not in (None, "exact"):
+            fix += f" ({level})"
     reasons = Counter(finding.why for finding in findings if finding.fixed_by is None).most_common()
-    not_fixed = "; ".join(f"{count}: {why}" for why, count in reasons)
     if len(reasons) == 1 and not fixed:
         not_fixed = reasons[0][0]
-    level = f" ({fixed[0].level})" if fixed and fixed[0].level not in (None, "exact") else ""
-    fix = f"{fixed[0].fixed_by}{level}" if fixed else ""
+    else:
+        not_fixed = "; ".join(f"{count}: {why}" for why, count in reasons)
     nodes = {name for finding in findings for name in finding.nodes}
     return KindSummary(title_of(kind), len(findings), len(nodes), fix, not_fixed)

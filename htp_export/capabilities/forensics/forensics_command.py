@@ -34,13 +34,13 @@ def forensics_command(
     depth: DepthOption = None,
     every: Annotated[bool, typer.Option("--list", help="A line for each finding.")] = False,
     level: Annotated[
-        str, "What passes may do to results: exact, tolerant or fused; exact takes the least time."
+        str, "Effect of passes on results: exact, tolerant or fused; exact takes the least time."
     ] = "fused",
     as_json: JsonOption = False,
 ) -> None:
-    """Show what could be simplified in each module.
+    """Show the possible simplifications of each module.
 
-    Each finding names the pass that does it.
+    Each finding names the pass that applies it.
     """
     from htp_export.capabilities.forensics.drawing import render_findings, render_forensics
     from htp_export.capabilities.forensics.investigation import forensics

@@ -1,4 +1,4 @@
-"""Forensics: what each pass would change in a graph, by module, and what it leaves unchanged and why."""
+"""Forensics: the changes that each pass would apply to a graph, and why other nodes stay."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 
 
 _FIRST = ("eliminate_unused_initializers", "eliminate_dead_nodes")
-"""Every pass leaves out what nothing needs; these say so first."""
+"""Every pass removes unused nodes and weights, too; these run first, so that the finding is
+theirs."""
 
 
 @names_model_faults("model")
 def forensics(
     model: ModelSource, *, select: str | Sequence[str] | None = None, level: Level = "fused"
 ) -> Forensics:
-    """List what can be simplified in a model, by module, and the pass that does it.
+    """List the possible simplifications of a model, by module, and the pass that applies each.
 
     For each finding: its nodes, its module, the pass of `htp_export.optimize` that changes it, or
-    the reason why none does. The passes run on a copy that shares the weights: those of level
+    the reason why none does. The passes run on a copy that shares the weights: the passes of level
     ``exact`` one after another, then each further pass on their result.
 
     Thread-safe, also for calls on the same model.
@@ -82,9 +83,10 @@ def forensics(
 
 @dataclass
 class _Copy:
-    """The model, or a copy that passes run on, and which of its nodes are in the original model.
+    """The model, or a copy that passes run on.
 
     ``origins``: node → the original nodes that it replaces.
+    ``written``: the nodes of the original model.
     """
 
     tagged: TaggedModel
@@ -92,21 +94,24 @@ class _Copy:
     written: Collection[ir.Node]
 
     def again(self) -> _Copy:
-        """A copy of its present state."""
+        """Return a copy of the present state."""
         tagged = self.tagged.clone()
         twins = twins_of(self.tagged.model, tagged.model)
         origins = {copy: self.origins.get(node, ()) for node, copy in twins.items()}
         return _Copy(tagged, origins, {twins[node] for node in twins if node in self.written})
 
     def origins_of(self, nodes: Iterable[ir.Node]) -> tuple[ir.Node, ...]:
-        """The original nodes that some nodes replace."""
+        """Return the original nodes that some nodes replace."""
         return tuple(
             dict.fromkeys(origin for node in nodes for origin in self.origins.get(node, ()))
         )
 
 
 class _Investigation:
-    """Passes that run on copies of a model, and their changes; ``failed``: passes that raised → why."""
+    """Runs passes on copies of a model and collects their changes.
+
+    ``failed``: passes that raised → the reason.
+    """
 
     def __init__(self, tagged: TaggedModel) -> None:
         from htp_export.capabilities.optimize import registry
@@ -115,8 +120,9 @@ class _Investigation:
         self._tagged, self._facts = tagged, GraphFacts(tagged)
         self._places = {node: place for place, node in enumerate(tagged.nodes)}
         graph = tagged.model.graph
-        made = [node.outputs[0] for node in self._facts.nodes_of("Constant")]
-        self._constants = {value.name or "" for value in (*graph.initializers.values(), *made)}
+        constants = [node.outputs[0] for node in self._facts.nodes_of("Constant")]
+        stored = (*graph.initializers.values(), *constants)
+        self._constants = {value.name or "" for value in stored}
         self._unread = [value for value in graph.initializers.values() if not value.uses()]
         self._found: list[tuple[int, Finding]] = []  # with the place of the first node
         self._known: set[frozenset[str]] = set()
@@ -124,54 +130,54 @@ class _Investigation:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found, in the order of tables."""
-        order = {kind: place for place, kind in enumerate((*KINDS, *self._passes.DEFAULT))}
-        found = sorted(self._found, key=lambda each: (order.get(each[1].kind, len(order)), each[0]))
-        return [finding for _, finding in found]
+        """The findings, in the order of tables."""
+        order = {kind: position for position, kind in enumerate((*KINDS, *self._passes.DEFAULT))}
+
+        def sort_key(entry: tuple[int, Finding]) -> tuple[int, int]:
+            first_node, finding = entry
+            return order.get(finding.kind, len(order)), first_node
+
+        return [finding for _, finding in sorted(self._found, key=sort_key)]
 
     def run(self, level: Level) -> None:
-        """Run the passes up to a level: ``exact`` first, then those that `optimize` runs, and others apart."""
+        """Run the passes up to a level: exact ones, then the tolerant ones, then others.
+
+        Each of the other passes starts from the result of the exact ones.
+        """
         passes, levels = self._passes, self._passes.LEVELS
         chosen = passes.choose("default", level)
-        exact = [
-            passes.find(name)
-            for name in dict.fromkeys((*_FIRST, *(e.name for e in chosen if e.level == "exact")))
-        ]
-        start = _Copy(self._tagged, {node: (node,) for node in self._places}, self._places.keys())
-        simple = self._run(exact, "exact", start)
-        ends = (
-            [self._run([e for e in chosen if e.level != "fused"], "tolerant", simple)]
-            if level != "exact"
-            else []
+        exact_names = [info.name for info in chosen if info.level == "exact"]
+        exact = [passes.find(name) for name in dict.fromkeys((*_FIRST, *exact_names))]
+        original = _Copy(
+            self._tagged, {node: (node,) for node in self._places}, self._places.keys()
         )
-        apart = [
-            e
-            for e in passes.available().values()
-            if e.level == "fused" or e.name not in passes.DEFAULT
-        ]
-        allowed = [
-            e
-            for e in apart
-            if levels.index(e.level) <= levels.index(level) and e.applies(simple.tagged.model)
-        ]
-        ends += [self._run([e], e.level, simple) for e in allowed]
-        for copy in (simple, *ends):
+        simple = self._run(exact, "exact", original)
+        results = [simple]
+        if level != "exact":
+            unfused = [info for info in chosen if info.level != "fused"]
+            results.append(self._run(unfused, "tolerant", simple))
+        for info in passes.available().values():
+            if info.level != "fused" and info.name in passes.DEFAULT:
+                continue
+            is_allowed = levels.index(info.level) <= levels.index(level)
+            if is_allowed and info.applies(simple.tagged.model):
+                results.append(self._run([info], info.level, simple))
+        for copy in results:
             self._left(copy, passes.declined(copy.tagged.nodes), level)
         self._left(simple, unchanged(GraphFacts(simple.tagged)), level)
         for constants, readers, why, detail in large_duplicates(self._facts):
             self._add("duplicate_constants", readers, detail=detail, why=why, tensors=constants)
 
-    def _run(self, passes: Sequence[PassInfo], level: Level, given: _Copy) -> _Copy:
-        """Run passes on a copy of a model; without those that fail."""
+    def _run(self, passes: Sequence[PassInfo], level: Level, source: _Copy) -> _Copy:
+        """Run passes on a copy of a model; if one raises, start again without it."""
         from htp_export.capabilities.optimize.optimizing import Pipeline
 
         while True:
-            copy = given.again()
+            copy = source.again()
             known, unread, found = set(self._known), self._unread, len(self._found)
             watch = functools.partial(self._watch, copy, level)
-            pipeline = Pipeline(
-                [info for info in passes if info.name not in self.failed], watch=watch
-            )
+            usable = [info for info in passes if info.name not in self.failed]
+            pipeline = Pipeline(usable, watch=watch)
             try:
                 copy.tagged = pipeline.run(copy.tagged)
                 return copy
@@ -186,35 +192,34 @@ class _Investigation:
     def _watch(
         self, copy: _Copy, level: Level, info: PassInfo, difference: PassDifference, model: ir.Model
     ) -> None:
-        """Add the findings of one run of a pass."""
+        """Add the findings of one run: rewrites, merged constants, and removed weights."""
         level = max(level, info.level, key=self._passes.LEVELS.index)
         add = functools.partial(self._add, fixed_by=info.name, level=level)
         for rewrite in rewrites(difference, one_by_one=info.name == ONE_BY_ONE):
             origins = copy.origins_of(rewrite.removed)
             copy.origins.update(dict.fromkeys(rewrite.added, origins))
-            kind, names = self._kind_of(info.name, rewrite), frozenset(map(name_of_node, origins))
-            # a pass of a lower level changes them, too
-            again = kind == info.name and names in self._known
-            if not (
-                again
-                or set(rewrite.removed).isdisjoint(copy.written)
-                or rewrite.operators == {"Constant"}
-            ):
-                weights = rewrite.inputs[:1] if kind == "identity_weight" else []
-                names_of_weights = [value.name or "" for value in weights if value is not None]
-                add(kind, origins, detail=_detail(rewrite), tensors=names_of_weights)
+            if set(rewrite.removed).isdisjoint(copy.written) or rewrite.operators == {"Constant"}:
+                continue
+            kind = self._kind_of(info.name, rewrite)
+            # a pass of a lower level changed these nodes already
+            if kind == info.name and frozenset(map(name_of_node, origins)) in self._known:
+                continue
+            weights = rewrite.inputs[:1] if kind == "identity_weight" else []
+            names_of_weights = [value.name or "" for value in weights if value is not None]
+            add(kind, origins, detail=_detail(rewrite), tensors=names_of_weights)
         for values, readers in equal_constants(difference):
-            tensors = [name for value in values if (name := value.name or "") in self._constants]
+            names = [value.name or "" for value in values]
+            tensors = [name for name in names if name in self._constants]
             if len(tensors) > 1:
                 size = bytes_of(values[0].const_value) * (len(tensors) - 1)
                 detail = f"{len(tensors)} equal, {size:,} bytes too many"
                 add("duplicate_constants", copy.origins_of(readers), detail=detail, tensors=tensors)
-        unread = [value for value in self._unread if value.name not in model.graph.initializers]
-        if unread:
+        removed = [value for value in self._unread if value.name not in model.graph.initializers]
+        if removed:
             self._unread = []
-            size = sum(bytes_of(value.const_value) for value in unread)
-            tensors = [value.name or "" for value in unread]
-            add("unused_initializers", (), detail=f"{len(unread)}, {size:,} bytes", tensors=tensors)
+            detail = f"{len(removed)}, {sum(bytes_of(v.const_value) for v in removed):,} bytes"
+            tensors = [value.name or "" for value in removed]
+            add("unused_initializers", (), detail=detail, tensors=tensors)
 
     def _left(self, copy: _Copy, found: Iterable[Declined], level: Level) -> None:
         """Add nodes that passes leave unchanged, unless another pass changes them."""
@@ -251,7 +256,7 @@ class _Investigation:
         self._known.add(frozenset(names))
 
     def _why(self, kind: str, level: Level) -> str:
-        """Why nodes of a kind stay after the passes of a level, if no pass says why."""
+        """Why nodes of a kind stay after the passes of a level, if no pass stated a reason."""
         known, levels = KINDS.get(kind), self._passes.LEVELS
         if known is None or known.fixed_by is None:
             return "" if known is None else known.why
@@ -263,7 +268,7 @@ class _Investigation:
         )
 
     def _kind_of(self, name: str, rewrite: Rewrite) -> str:
-        """The kind of what a pass changed: a key of `KINDS`, or the name of the pass."""
+        """The kind of a rewrite: a key of `KINDS`, or the name of the pass."""
         if name in ("fuse_for_onnxruntime", "fuse_attention"):
             return _fused_kind(rewrite) or name
         noted = self._passes.kind_of_change(rewrite.removed)
@@ -273,24 +278,22 @@ class _Investigation:
 
 
 def _detail(rewrite: Rewrite) -> str:
-    """The operators that took the place of nodes, or those that read the result where there are none."""
+    """The operators of the new nodes; if there are none, the operators of the consumers."""
     if rewrite.added:
         return "becomes " + ", ".join(dict.fromkeys(node.op_type for node in rewrite.added))
-    fed = Counter(node.op_type for node in rewrite.readers)
-    return (
-        "feeds "
-        + ", ".join(f"{op} x{count}" if count > 1 else op for op, count in fed.most_common())
-        if fed
-        else ""
-    )
+    consumers = Counter(node.op_type for node in rewrite.readers)
+    if not consumers:
+        return ""
+    listed = [f"{op} x{count}" if count > 1 else op for op, count in consumers.most_common()]
+    return "feeds " + ", ".join(listed)
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Nodes that a pass eliminated or changed together, in order, with the inputs of the first of them.
+    """Nodes that a pass removed or changed together, in order, and the inputs of the first of them.
 
-    ``added``: new nodes in their place; a node that was changed is in both. ``readers``: other
-    consumers of their outputs.
+    ``added``: the new nodes; a node that was changed is in both. ``readers``: other consumers of
+    the outputs.
     """
 
     removed: tuple[ir.Node, ...]
@@ -300,63 +303,88 @@ class Rewrite:
 
     @property
     def operators(self) -> frozenset[str]:
-        """Operators of the nodes that were eliminated."""
+        """Operators of the removed nodes."""
         return frozenset(node.op_type for node in self.removed)
 
 
 def rewrites(difference: PassDifference, *, one_by_one: bool = False) -> Iterator[Rewrite]:
     """The rewrites of one run of a pass; with ``one_by_one``, each node is one of its own.
 
-    A rewrite is what lies between a value and the equal value that replaced it. Those that share a
-    node are one. A node that was eliminated with no value in its place belongs to the nodes that
-    read it.
+    A rewrite consists of the nodes between a value and the equal value that replaced it. Rewrites
+    that share a node are merged. A node that was removed without a replacement belongs to its
+    consumers.
     """
     removed, added = dict.fromkeys(difference.removed), dict.fromkeys(difference.added)
     groups: Groups[ir.Node] = Groups()
-    for node in (*removed, *(node for node in added if node not in removed)):
+    for node in {**removed, **added}:
         groups.add(node)
-    placed: set[ir.Node] = set()
-    for old, new in () if one_by_one else difference.equal.items():
-        replaced, _ = difference.replaced(old)
-        together = [*replaced, *difference.replacing(new)] if replaced else []
-        placed.update(together)
-        for node in together[1:]:
-            groups.join(together[0], node)
-    for node in () if one_by_one else removed:
-        for value in difference.before.nodes[node].inputs:
-            producer = None if value is None else difference.before.makers.get(value)
-            if producer in removed and not (node in placed and producer in placed):
-                groups.join(producer, node)
-    readers: dict[ir.Value, list[ir.Node]] = {}
-    for node, seen in difference.before.nodes.items() if removed else ():
-        for value in seen.inputs:
-            if value is not None and difference.before.makers.get(value) in removed:
-                readers.setdefault(value, []).append(node)
+    if not one_by_one:
+        _join_rewritten(groups, difference)
+    consumers = _consumers_of(removed, difference)
     for members in groups:
         gone = tuple(node for node in members if node in removed)
-        # it stays, and only lost an attribute
-        if gone and not (one_by_one and members[0] in added):
-            values = (value for node in gone for value in difference.before.nodes[node].outputs)
-            read = dict.fromkeys(node for value in values for node in readers.get(value, ()))
-            news = tuple(node for node in members if node in added)
-            inputs = difference.before.nodes[gone[0]].inputs
-            yield Rewrite(gone, news, inputs, tuple(node for node in read if node not in gone))
+        # one by one, a node in both sets stays and only lost an attribute
+        if not gone or (one_by_one and members[0] in added):
+            continue
+        users: dict[ir.Node, None] = {}
+        for node in gone:
+            for value in difference.before.nodes[node].outputs:
+                users.update(dict.fromkeys(consumers.get(value, ())))
+        yield Rewrite(
+            removed=gone,
+            added=tuple(node for node in members if node in added),
+            inputs=difference.before.nodes[gone[0]].inputs,
+            readers=tuple(node for node in users if node not in gone),
+        )
+
+
+def _join_rewritten(groups: Groups[ir.Node], difference: PassDifference) -> None:
+    """Join the nodes of each rewrite, and removed nodes with their removed producers."""
+    removed = set(difference.removed)
+    replaced: set[ir.Node] = set()
+    for old, new in difference.equal.items():
+        replaced_nodes, _ = difference.replaced(old)
+        if not replaced_nodes:
+            continue
+        together = [*replaced_nodes, *difference.replacing(new)]
+        replaced.update(together)
+        for node in together[1:]:
+            groups.join(together[0], node)
+    for node in difference.removed:
+        for value in difference.before.nodes[node].inputs:
+            producer = None if value is None else difference.before.makers.get(value)
+            # two nodes of rewrites are one rewrite only if a rewrite contains both
+            if producer in removed and not (node in replaced and producer in replaced):
+                groups.join(producer, node)
+
+
+def _consumers_of(
+    removed: Collection[ir.Node], difference: PassDifference
+) -> dict[ir.Value, list[ir.Node]]:
+    """Value of a removed node → its consumers before the pass."""
+    consumers: dict[ir.Value, list[ir.Node]] = {}
+    if not removed:
+        return consumers
+    for node, seen in difference.before.nodes.items():
+        for value in seen.inputs:
+            if value is not None and difference.before.makers.get(value) in removed:
+                consumers.setdefault(value, []).append(node)
+    return consumers
 
 
 def equal_constants(
     difference: PassDifference,
 ) -> Iterator[tuple[tuple[ir.Value, ...], tuple[ir.Node, ...]]]:
-    """Equal constants of which a pass kept the first one, and the nodes that read them."""
+    """Equal constants of which a pass kept the first one, and their consumers."""
     merged: defaultdict[ir.Value, list[ir.Value]] = defaultdict(list)
     for old, new in difference.equal.items():
-        if (
-            old.producer() is None
-            and new.producer() is None
-            and None not in (old.const_value, new.const_value)
-        ):
+        are_initializers = old.producer() is None and new.producer() is None
+        if are_initializers and None not in (old.const_value, new.const_value):
             merged[new].append(old)
+    if not merged:
+        return
     readers: defaultdict[ir.Value | None, list[ir.Node]] = defaultdict(list)
-    for node, seen in difference.before.nodes.items() if merged else ():
+    for node, seen in difference.before.nodes.items():
         for value in dict.fromkeys(seen.inputs):
             readers[value].append(node)
     for kept, others in merged.items():
@@ -365,15 +393,16 @@ def equal_constants(
 
 
 ONE_BY_ONE = "eliminate_identity_ops"
-"""The pass whose every node is a finding of its own, also if several are consecutive."""
+"""The pass of which each node is a separate finding, also if several are consecutive."""
 
 
 def _fused_kind(rewrite: Rewrite) -> str | None:
-    made = {node.op_type for node in rewrite.added}
-    if any(op.endswith("Attention") for op in made):
+    new_operators = {node.op_type for node in rewrite.added}
+    if any(op.endswith("Attention") for op in new_operators):
         return "attention"
-    if any(op.endswith("Gelu") for op in made):
-        return next(
-            (f"gelu_{op.lower()}" for op in ("Erf", "Tanh") if op in rewrite.operators), None
-        )
-    return "rms_norm" if any("Simplified" in op or op.startswith("RMS") for op in made) else None
+    if any(op.endswith("Gelu") for op in new_operators):
+        inner = [op for op in ("Erf", "Tanh") if op in rewrite.operators]
+        return f"gelu_{inner[0].lower()}" if inner else None
+    if any("Simplified" in op or op.startswith("RMS") for op in new_operators):
+        return "rms_norm"
+    return None

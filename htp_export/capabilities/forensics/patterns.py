@@ -1,4 +1,4 @@
-"""What no pass changes, or not in every form: patterns, as onnxscript rules, and large weights that are equal."""
+"""Patterns that no pass changes in every form, as onnxscript patterns; and large equal weights."""
 
 from __future__ import annotations
 
@@ -25,20 +25,24 @@ if TYPE_CHECKING:
 
 
 _COMPARED = 1024
-"""Elements; `eliminate_duplicate_constants` compares tensors up to this size."""
+"""Elements; `eliminate_duplicate_constants` compares tensors up to this size, so these are no
+findings here."""
 
-_HASHED = 1 << 20  # bytes; of what is larger, a sample is compared first
-_SAMPLE = 1024  # elements
+_HASHED = 1 << 20
+"""Bytes. Hashing these takes about a millisecond; of larger tensors, a sample is compared first."""
+
+_SAMPLE = 1024
+"""Elements of the sample. Weights that differ nearly always differ in the first elements."""
 
 _Found: TypeAlias = tuple[str, tuple[ir.Node, ...], str, str]
 """The fields of a `Declined`."""
 _Op: TypeAlias = Any
-_Value: TypeAlias = Any  # what onnxscript's patterns are made of has no types
+_Value: TypeAlias = Any  # the parts of onnxscript's patterns have no type hints
 _Pattern: TypeAlias = Callable[[_Op, _Value], _Value]
 
 
 def unchanged(facts: GraphFacts) -> Iterator[Declined]:
-    """What looks like one operator in single steps, casts in a row, and sizes, after the passes of level ``exact``."""
+    """Operators in single steps, consecutive casts, and computed sizes; after the exact passes."""
     from htp_export.capabilities.optimize.registry import Declined
 
     found = (_single_steps(facts), _casts(facts), _sizes(facts), _attentions(facts))
@@ -79,7 +83,10 @@ def _inverse(op: _Op, x: _Value) -> _Value:
 
 
 def _norms(centre: Callable[[_Op, _Value], _Value]) -> Iterator[_Pattern]:
-    """``x / sqrt(mean(x²) + epsilon)``, in each form; LayerNorm where the mean was taken off ``x`` before."""
+    """``x / sqrt(mean(x²) + epsilon)``, in each form.
+
+    It is LayerNorm if ``centre`` subtracts the mean from ``x``.
+    """
     yield lambda op, x: op.Div(centred := centre(op, x), op.Sqrt(_mean_square(op, centred)))
     yield lambda op, x: op.Mul(centred := centre(op, x), _inverse(op, centred))
     yield lambda op, x: op.Mul(_inverse(op, centred := centre(op, x)), centred)
@@ -118,7 +125,7 @@ def _tanh(op: _Op, x: _Value) -> _Value:
 
 
 def _softmaxes() -> Iterator[_Pattern]:
-    """``exp(x) / sum(exp(x))``, with or without the largest element taken off before."""
+    """``exp(x) / sum(exp(x))``, with or without the largest element subtracted first."""
     yield lambda op, x: op.Div(
         e := op.Exp(_less_largest(op, x)), op.ReduceSum(e, _allow_other_inputs=True)
     )
@@ -140,7 +147,7 @@ _PATTERNS: Mapping[str, Callable[[], Iterator[_Pattern]]] = {
 
 
 def _single_steps(facts: GraphFacts) -> Iterator[_Found]:
-    """Operators that are written in single steps, with what scales and shifts a normalization afterwards."""
+    """Operators that are written in single steps, with the weights of a normalization."""
     from onnxscript.rewriter.pattern import Pattern
 
     patterns = [(kind, Pattern(form)) for kind, forms in _PATTERNS.items() for form in forms()]
@@ -155,7 +162,7 @@ def _single_steps(facts: GraphFacts) -> Iterator[_Found]:
 
 
 def _affine(facts: GraphFacts, node: ir.Node) -> Iterator[ir.Node]:
-    """The ``Mul`` and ``Add`` of weights behind a node."""
+    """The ``Mul`` and ``Add`` of weights after a node."""
     for op in ("Mul", "Add"):
         reader = only_consumer(node.outputs[0], op)
         if reader is not None and facts.with_constant(reader) is not None:
@@ -165,19 +172,18 @@ def _affine(facts: GraphFacts, node: ir.Node) -> Iterator[ir.Node]:
 def _casts(facts: GraphFacts) -> Iterator[_Found]:
     for node in facts.nodes_of("Cast"):
         first = producer_of(node.inputs[0], "Cast")
-        if first is not None:
-            source, between = facts.dtype(first.inputs[0]), facts.dtype(first.outputs[0])
-            keeps = source is not None and between is not None and _holds(between, source)
-            why = "" if keeps else "the type in between holds less, so that both count"
-            detail = " to ".join(
-                "?" if dtype is None else dtype.name
-                for dtype in (source, between, facts.dtype(node.outputs[0]))
-            )
-            yield "cast_chain", (first, node), why, detail
+        if first is None:
+            continue
+        source, between = facts.dtype(first.inputs[0]), facts.dtype(first.outputs[0])
+        keeps_values = source is not None and between is not None and _holds(between, source)
+        why = "" if keeps_values else "the type in between holds less, so that both count"
+        dtypes = (source, between, facts.dtype(node.outputs[0]))
+        detail = " to ".join("?" if dtype is None else dtype.name for dtype in dtypes)
+        yield "cast_chain", (first, node), why, detail
 
 
 def _holds(wide: ir.DataType, narrow: ir.DataType) -> bool:
-    """Whether every value of one type is one of another."""
+    """Whether every value of the type ``narrow`` is also one of the type ``wide``."""
     try:
         return narrow == ir.DataType.BOOL or bool(np.can_cast(narrow.numpy(), wide.numpy(), "safe"))
     except TypeError:
@@ -185,55 +191,56 @@ def _holds(wide: ir.DataType, narrow: ir.DataType) -> bool:
 
 
 def _sizes(facts: GraphFacts) -> Iterator[_Found]:
-    """Nodes that compute sizes from ``Shape``: of one module, those that read each other together."""
+    """Nodes that compute sizes from ``Shape``; connected nodes of one module are one finding."""
     owners = facts.tagged.index.owners
-    chain: set[ir.Node] = set()
+    chain: dict[ir.Node, None] = {}
     sizes: set[ir.Value] = set()
     for node in facts.nodes:
-        on_sizes = is_standard(node) and any(value in sizes for value in node.inputs)
-        rest = (value for value in node.inputs if value is not None and value not in sizes)
-        on_sizes = (
-            on_sizes
-            and all(map(facts.is_constant, rest))
-            and (facts.rank(node.outputs[0]) or 0) <= 1
-        )
-        if on_sizes or is_standard(node, *SIZES_ONLY):
-            chain.add(node)
+        if is_standard(node, *SIZES_ONLY) or _computes_sizes(facts, node, sizes):
+            chain[node] = None
             sizes.update(node.outputs)
-    for nodes in connected(
-        (node for node in facts.nodes if node in chain),
-        lambda one, other: owners[one] == owners[other],
-    ):
+    for nodes in connected(chain, lambda one, other: owners[one] == owners[other]):
         yield "shape_chain", nodes, "the sizes depend on the model's inputs, and are needed", ""
+
+
+def _computes_sizes(facts: GraphFacts, node: ir.Node, sizes: set[ir.Value]) -> bool:
+    """Whether a node computes a scalar or a vector from sizes and constants."""
+    if not is_standard(node) or sizes.isdisjoint(node.inputs):
+        return False
+    others = (value for value in node.inputs if value is not None and value not in sizes)
+    return all(map(facts.is_constant, others)) and (facts.rank(node.outputs[0]) or 0) <= 1
 
 
 def large_duplicates(
     facts: GraphFacts,
 ) -> Iterator[tuple[tuple[str, ...], tuple[ir.Node, ...], str, str]]:
-    """Equal tensors that no pass merges: their names, their readers, the reason, and how large they are."""
-    graph = facts.tagged.model.graph
-    made = (node.outputs[0] for node in facts.nodes_of("Constant") if node.graph is graph)
-    values = (
-        value for value in (*graph.initializers.values(), *made) if not value.is_graph_input()
+    """Equal tensors that no pass merges: names, consumers, the reason, and their size."""
+    # compare dtype and shape, then a sample, then all: most files are read hardly at all
+    same_form = _alike(
+        _large_constants(facts), lambda tensor: (tensor.dtype, tuple(tensor.shape.numpy()))
     )
-    held = (
-        (value, constant_tensor(value) if value.const_value is None else value.const_value)
-        for value in values
-    )
-    large = [
-        (value, tensor)
-        for value, tensor in held
-        if tensor is not None and tensor.size > _COMPARED and tensor.dtype != ir.DataType.STRING
-    ]
-    same_form = _alike(large, lambda tensor: (tensor.dtype, tuple(tensor.shape.numpy())))
-    # as little is read as can be
-    same_start = (finer for group in same_form for finer in _alike(group, _start))
-    for equal in (finer for group in same_start for finer in _alike(group, _whole)):
+    same_start = itertools.chain.from_iterable(_alike(group, _start) for group in same_form)
+    same_contents = itertools.chain.from_iterable(_alike(group, _whole) for group in same_start)
+    for equal in same_contents:
         size = equal[0][1].nbytes * (len(equal) - 1)
         readers = tuple(dict.fromkeys(use.node for value, _ in equal for use in value.uses()))
         why = f"more than {_COMPARED:,} elements: passes do not read weights to compare them"
         names = tuple(value.name or "" for value, _ in equal)
         yield names, readers, why, f"{len(equal)} equal, {size:,} bytes too many"
+
+
+def _large_constants(facts: GraphFacts) -> Iterator[_Held]:
+    """The initializers and constants of the main graph that passes do not compare."""
+    graph = facts.tagged.model.graph
+    constants = [node.outputs[0] for node in facts.nodes_of("Constant") if node.graph is graph]
+    for value in (*graph.initializers.values(), *constants):
+        if value.is_graph_input():
+            continue
+        tensor = constant_tensor(value) if value.const_value is None else value.const_value
+        if tensor is None or tensor.dtype == ir.DataType.STRING:
+            continue
+        if tensor.size > _COMPARED:
+            yield value, tensor
 
 
 _Held: TypeAlias = tuple[ir.Value, ir.TensorProtocol]
@@ -242,7 +249,10 @@ _Held: TypeAlias = tuple[ir.Value, ir.TensorProtocol]
 def _alike(
     held: Iterable[_Held], key: Callable[[ir.TensorProtocol], Hashable | None]
 ) -> list[list[_Held]]:
-    """The groups of several tensors of which the same can be said; those that cannot be read are in none."""
+    """The groups of at least two tensors with an equal key.
+
+    Tensors that cannot be read are in none.
+    """
     groups: defaultdict[Hashable, list[_Held]] = defaultdict(list)
     for value, tensor in held:
         try:
@@ -253,12 +263,13 @@ def _alike(
 
 
 def _start(tensor: ir.TensorProtocol) -> Hashable:
-    """The first elements of a large tensor; nothing of a small one, which is read whole at once."""
-    return (
-        ()
-        if tensor.nbytes <= _HASHED
-        else np.asarray(tensor.numpy()).reshape(-1)[:_SAMPLE].tobytes()
-    )
+    """The first elements of a large tensor.
+
+    Nothing of a small one, which is hashed whole at once.
+    """
+    if tensor.nbytes <= _HASHED:
+        return ()
+    return np.asarray(tensor.numpy()).reshape(-1)[:_SAMPLE].tobytes()
 
 
 def _whole(tensor: ir.TensorProtocol) -> Hashable:
@@ -266,7 +277,9 @@ def _whole(tensor: ir.TensorProtocol) -> Hashable:
 
 
 _STEPS = 12
-"""How many nodes may lie between a product and the softmax, and after it."""
+"""The longest path of nodes from a product to the softmax, and from the softmax to the next
+product. Longer paths are no attention, and the bound keeps the search linear in the size of the
+graph."""
 
 _PRODUCTS = ("MatMul", "Einsum")
 _FIRST_INPUT = ("Cast", "Reshape", "Clip", "Tanh", "Identity", "Slice", "Div")
@@ -276,7 +289,10 @@ _AFTER = ("Cast", "Where", "Dropout", "Reshape", "Mul", "Identity", "IsNaN", "Sl
 
 @dataclass(frozen=True)
 class MaskUse:
-    """A mask, and how it works: ``"added"`` to the scores; ``"kept"`` or ``"dropped"`` where it is true."""
+    """A mask, and its effect: ``"added"`` to the scores.
+
+    ``"kept"`` or ``"dropped"`` where it is true.
+    """
 
     value: ir.Value
     role: str
@@ -284,7 +300,10 @@ class MaskUse:
 
 @dataclass(frozen=True)
 class AttentionSteps:
-    """Attention as single nodes: the products of queries and keys, and with the values; ``nodes`` has all, in order."""
+    """Attention as single nodes: the product of queries and keys, and that with the values.
+
+    ``nodes`` contains all nodes in order.
+    """
 
     scores: ir.Node
     masks: tuple[MaskUse, ...]
@@ -297,53 +316,47 @@ def attention_steps(facts: GraphFacts) -> Iterator[AttentionSteps]:
     """Every attention that is written in single steps."""
 
     @functools.cache
-    def way_back(value: ir.Value | None, steps: int) -> tuple[ir.Node, ...]:
-        """The nodes from a product of computed matrices to a value; none if there is no such product before it."""
+    def path_from_product(value: ir.Value | None, steps: int) -> tuple[ir.Node, ...]:
+        """The nodes from a product of computed matrices to a value; empty if there is none."""
         node = None if value is None or not steps else value.producer()
         if node is None or node.op_type not in (*_PRODUCTS, *_BEFORE):
             return ()
-        varying = [
-            given for given in node.inputs if given is not None and not facts.is_constant(given)
-        ]
+        varying = [arg for arg in node.inputs if arg is not None and not facts.is_constant(arg)]
         if node.op_type in _PRODUCTS:
             return (node,) if len(varying) == len(node.inputs) else ()
-        leading = [
-            given
-            for given in varying
-            if given is node.inputs[0] or node.op_type not in _FIRST_INPUT
-        ]
-        before = next((way for given in leading if (way := way_back(given, steps - 1))), ())
-        return (*before, node) if before else ()
+        for arg in varying:
+            if node.op_type in _FIRST_INPUT and arg is not node.inputs[0]:
+                continue
+            before = path_from_product(arg, steps - 1)
+            if before:
+                return (*before, node)
+        return ()
 
     for softmax in facts.nodes_of("Softmax"):
-        after = _way_on(softmax)
-        before = way_back(softmax.inputs[0], _STEPS) if after else ()
-        if before:
-            masks = (
-                mask
-                for given, node in itertools.pairwise(before)
-                for mask in _masks(facts, node, given)
-            )
-            yield AttentionSteps(
-                before[0], tuple(masks), softmax, after[-1], (*before, softmax, *after)
-            )
+        after = _path_to_product(softmax)
+        before = path_from_product(softmax.inputs[0], _STEPS) if after else ()
+        if not before:
+            continue
+        masks: list[MaskUse] = []
+        for previous, node in itertools.pairwise(before):
+            masks += _masks(facts, node, previous)
+        nodes = (*before, softmax, *after)
+        yield AttentionSteps(before[0], tuple(masks), softmax, after[-1], nodes)
 
 
 def _masks(facts: GraphFacts, node: ir.Node, before: ir.Node) -> list[MaskUse]:
-    """The masks that a step puts on the scores, which another step gives."""
-    through = before.outputs[0]
+    """The masks that a node applies to the scores, which the node ``before`` produces."""
+    scores = before.outputs[0]
     if node.op_type == "Where" and node.inputs[0] is not None:
-        return [MaskUse(node.inputs[0], "kept" if node.inputs[1] is through else "dropped")]
-    others = [value for value in node.inputs if value is not None and value is not through]
-    return [
-        MaskUse(value, "added")
-        for value in others
-        if node.op_type == "Add" and facts.scalar(value) is None
-    ]
+        return [MaskUse(node.inputs[0], "kept" if node.inputs[1] is scores else "dropped")]
+    if node.op_type != "Add":
+        return []
+    others = [value for value in node.inputs if value is not None and value is not scores]
+    return [MaskUse(value, "added") for value in others if facts.scalar(value) is None]
 
 
-def _way_on(softmax: ir.Node) -> tuple[ir.Node, ...]:
-    """The nodes from a softmax to the product that it goes into; none if it goes into none."""
+def _path_to_product(softmax: ir.Node) -> tuple[ir.Node, ...]:
+    """The nodes from a softmax to the product that consumes it; empty if no product does."""
     value, after = softmax.outputs[0], list[ir.Node]()
     for _ in range(_STEPS):
         readers = [use.node for use in value.uses()]
@@ -351,7 +364,7 @@ def _way_on(softmax: ir.Node) -> tuple[ir.Node, ...]:
         if product is not None:
             return (*after, product)
         steps = [node for node in readers if node.op_type in _AFTER]
-        # a guard for rows that are masked whole
+        # IsNaN guards rows that are masked completely
         after += [node for node in steps if node.op_type == "IsNaN"][:1]
         onward = next((node for node in steps if node.op_type != "IsNaN"), None)
         if onward is None:

@@ -1,1 +1,1 @@
-"""``functions`` and ``inline``: modules of a model as ONNX functions of it, and the way back."""
+"""``functions`` and ``inline``: modules of a model as ONNX functions, and the flat graph again."""

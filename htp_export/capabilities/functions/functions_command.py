@@ -38,7 +38,7 @@ def functions_command(
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make modules functions, which every viewer shows."""
+    """Turn modules into functions, which every viewer shows."""
     from htp_export.capabilities.functions.nesting import functions, inline
 
     if undo:
@@ -54,7 +54,7 @@ def functions_command(
 
 
 def _drawn(nested: Nested) -> RenderableType:
-    """A table with a line for each function, and how many modules were left flat, by reason."""
+    """A table with one line a function, and the numbers of modules that stay flat, by reason."""
     from rich.console import Group
     from rich.text import Text
 

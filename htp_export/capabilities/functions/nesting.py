@@ -1,4 +1,4 @@
-"""`functions` and `inline`: modules of a model as ONNX functions of it, and the way back."""
+"""`functions` and `inline`: modules of a model as ONNX functions, and the flat graph again."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from htp_export.reporting.result import Table
 
 @dataclass(frozen=True)
 class FunctionRow:
-    """One function that was made.
+    """One new function.
 
     Attributes:
-        class_name: The class of the modules that it is.
+        class_name: The class of its modules.
         modules: Their paths, in the order of ``named_modules()``.
-        calls: How many calls of these modules it stands for.
-        nodes: Nodes in its body, calls of other functions and nodes in subgraphs counted.
-        inputs: Its inputs, weights among them.
+        calls: Number of calls of these modules that it replaces.
+        nodes: Nodes in its body, with calls of other functions and nodes in subgraphs.
+        inputs: Its inputs, with weights.
         outputs: Its outputs.
     """
 
@@ -72,11 +72,12 @@ class Nested(HoldsModel):
 
     @property
     def summary(self) -> str:
-        """How many modules are functions, and how many are not."""
-        left = (
-            f"; left flat: {len(self.skipped)} of {len(self.skipped) + len(self.modules)} modules"
-        )
-        return f"{len(self.functions)} functions of {len(self.modules)} modules{left if self.skipped else ''}"
+        """The numbers of functions, of their modules, and of modules that stayed flat."""
+        count = f"{len(self.functions)} functions of {len(self.modules)} modules"
+        if not self.skipped:
+            return count
+        total = len(self.skipped) + len(self.modules)
+        return f"{count}; left flat: {len(self.skipped)} of {total} modules"
 
     def table(self) -> Table:
         """The functions."""
@@ -91,7 +92,7 @@ FUNCTION_COLUMNS: tuple[Column[tuple[str, FunctionRow]], ...] = (
     Column("outputs", "outputs", lambda item: item[1].outputs),
     Column("module", "first module", lambda item: item[1].modules[0], right=False),
 )
-"""What is known of each function, by its identifier."""
+"""The columns of a function, with its identifier."""
 
 
 @names_model_faults("model")
@@ -135,7 +136,8 @@ def functions(
         >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
         >>> nested = htp_export.functions(program, "class:Sequential")
         >>> dict(nested.modules), [node.op_type for node in nested.model.graph], dict(nested.skipped)
-        ({'0': 'htp::Sequential', '1': 'htp::Sequential'}, ['Sequential', 'Sequential'], {'': 'it is the graph itself'})
+        ({'0': 'htp::Sequential', '1': 'htp::Sequential'}, ['Sequential', 'Sequential'], {'': 'it is
+        the graph itself'})
     """
     check_target(output)
     tagged = load(model)
@@ -143,38 +145,42 @@ def functions(
     tagged.require_exact_tags()
     wanted = [path for path in selected if path and tagged.hierarchy[path].fate.is_exact]
     has_functions = any(function.domain == DOMAIN for function in tagged.model.functions.values())
-    sources, index, placement, bodies = _built(
-        dissolved(tagged) if has_functions else tagged, wanted
-    )
+    source = dissolved(tagged) if has_functions else tagged
+    sources, index, placement, bodies = _built(source, wanted)
     model = bodies.model
-    made = _functions_of(bodies)
-    hierarchy = tagged.hierarchy
-    skipped = {
-        path: _why_flat(hierarchy[path], index, placement) for path in selected if path not in made
-    }
-    if not made:
-        listed = "; ".join(
-            f"{path or '(root)'}: {reason}" for path, reason in list(skipped.items())[:5]
-        )
-        more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-        raise InputError(f"no selected module can be a function: {listed}{more}")
+    identifiers = _functions_of(bodies)
+    skipped: dict[str, str] = {}
+    for path in selected:
+        if path not in identifiers:
+            skipped[path] = _why_flat(tagged.hierarchy[path], index, placement)
+    if not identifiers:
+        raise _none_possible(skipped)
     records = Records(share_bodies(bodies, sources, tagged.calls), flat_order(bodies, sources))
     model.opset_imports[DOMAIN] = 1
     if records.calls or records.order:
         model.metadata_props[tags.FUNCTIONS] = records.to_json()
     if output is not None:
         write_model(model, output, share_weights=share_weights)
-    ordered = {path: made[path] for path in selected if path in made}
+    ordered = {path: identifiers[path] for path in selected if path in identifiers}
     return Nested(model, ordered, _rows(bodies), skipped, _outside(index, placement, ordered))
+
+
+def _none_possible(skipped: Mapping[str, str]) -> InputError:
+    reasons = [f"{path or '(root)'}: {reason}" for path, reason in skipped.items()]
+    listed = "; ".join(reasons[:5])
+    more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+    return InputError(f"no selected module can be a function: {listed}{more}")
 
 
 def _built(
     source: TaggedModel, wanted: Collection[str]
 ) -> tuple[Mapping[ir.Node, ir.Node], GraphIndex, Placement, Bodies]:
-    """Make functions of a copy of a model; constants in which functions differ become inputs, so that one is left.
+    """Build functions of a copy of a model.
 
-    Returns node of the copy → node of the model; what was known of the copy before; where its nodes
-    are; the functions.
+    Constants that differ between equal functions become inputs, so that one function is enough.
+
+    Returns node of the copy → node of the model; the index of the copy before; the placement of
+    its nodes; the functions.
     """
     outside: dict[ir.Node, set[Instance]] = {}
     while True:
@@ -185,75 +191,74 @@ def _built(
         placement = Placement(work, index, wanted)
         for node in list(placement.chains) if outside else ():
             placement.without(node, outside.get(sources[node], ()))
-        bodies = _make(work, index, placement)
-        known = sum(map(len, outside.values()))
-        for node, instances in differing_constants(
-            bodies.occurrences.values(), source.hierarchy
-        ).items():
+        bodies = _build(work, index, placement)
+        differing = differing_constants(bodies.occurrences.values(), source.hierarchy)
+        count = sum(map(len, outside.values()))
+        for node, instances in differing.items():
             outside.setdefault(sources[node], set()).update(instances)
-        if sum(map(len, outside.values())) == known:
+        if sum(map(len, outside.values())) == count:
             return sources, index, placement, bodies
 
 
-def _make(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
-    """Make functions of a model's groups, in place."""
+def _build(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
+    """Build functions of a model's groups, in place."""
     levels = Levels(placement, index.works)
-    graphs = list(
-        dict.fromkeys([work.model.graph, *(node.graph for node in placement.scopes if node.graph)])
-    )
-    # those outside first: they take nodes along
+    inner_graphs = [node.graph for node in placement.scopes if node.graph]
+    graphs = list(dict.fromkeys([work.model.graph, *inner_graphs]))
+    # outer graphs first: their groups take the nodes of inner graphs with them
     arranged = {graph: levels.arrange_graph(graph) for graph in graphs}
     bodies = Bodies(work, index)
     for graph in reversed(graphs):
         bodies.build(graph, arranged[graph])
-    outer = list(work.model.graph.all_nodes())
-    used = UsedNames(str(node.name) for node in outer if node not in bodies.occurrences)
-    for node in outer:
+    nodes = list(work.model.graph.all_nodes())
+    used = UsedNames(str(node.name) for node in nodes if node not in bodies.occurrences)
+    for node in nodes:
         if node in bodies.occurrences:
             node.name = used.unused(str(node.name))
     return bodies
 
 
 def _functions_of(bodies: Bodies) -> dict[str, str]:
-    """Path → identifier of the function that its first call became."""
-    found: dict[str, str] = {}
-    for occurrence in sorted(bodies.occurrences.values(), key=lambda one: one.instance.call):
-        found.setdefault(occurrence.instance.path, _identifier(occurrence.function))
-    return found
+    """Module path → identifier of the function of its first call."""
+    identifiers: dict[str, str] = {}
+    by_call = sorted(bodies.occurrences.values(), key=lambda occurrence: occurrence.instance.call)
+    for occurrence in by_call:
+        identifiers.setdefault(occurrence.instance.path, _identifier(occurrence.function))
+    return identifiers
 
 
 def _rows(bodies: Bodies) -> dict[str, FunctionRow]:
-    alike: defaultdict[ir.Function, list[str]] = defaultdict(list)
+    paths_of: defaultdict[ir.Function, list[str]] = defaultdict(list)
     for occurrence in bodies.occurrences.values():
-        alike[occurrence.function].append(occurrence.instance.path)
-    places = {path: place for place, path in enumerate(bodies.hierarchy)}
-    return {
-        _identifier(function): FunctionRow(
+        paths_of[occurrence.function].append(occurrence.instance.path)
+    order = {path: position for position, path in enumerate(bodies.hierarchy)}
+    rows: dict[str, FunctionRow] = {}
+    for function, paths in paths_of.items():
+        rows[_identifier(function)] = FunctionRow(
             class_name=bodies.hierarchy[paths[0]].class_name,
-            modules=tuple(sorted(set(paths), key=places.__getitem__)),
+            modules=tuple(sorted(set(paths), key=order.__getitem__)),
             calls=len(paths),
             nodes=sum(1 for _ in function.all_nodes()),
             inputs=len(function.inputs),
             outputs=len(function.outputs),
         )
-        for function, paths in alike.items()
-    }
+    return rows
 
 
-def _outside(index: GraphIndex, placement: Placement, made: Collection[str]) -> dict[str, int]:
-    """Path → nodes with an owner at or below it that are not in its function, where there are any."""
+def _outside(index: GraphIndex, placement: Placement, modules: Collection[str]) -> dict[str, int]:
+    """Module path → number of nodes of it or its descendants outside its function, if not 0."""
     counts: Counter[str] = Counter()
-    functions = frozenset(made)
-    for node in placement.chains:
-        held = {
-            one.path for scope in (node, *placement.scopes[node]) for one in placement.chains[scope]
-        }
-        counts.update((index.works[node].modules & functions) - held)
-    return {path: counts[path] for path in made if counts[path]}
+    functions = frozenset(modules)
+    for node, scopes in placement.scopes.items():
+        functions_around: set[str] = set()
+        for scope in (node, *scopes):
+            functions_around.update(instance.path for instance in placement.chains[scope])
+        counts.update((index.works[node].modules & functions) - functions_around)
+    return {path: counts[path] for path in modules if counts[path]}
 
 
 def _why_flat(module: ModuleInfo, index: GraphIndex, placement: Placement) -> str:
-    """Why a selected module is no function."""
+    """The reason why a selected module is no function."""
     if not module.path:
         return "it is the graph itself"
     if not module.fate.ran:
@@ -284,9 +289,9 @@ class Inlined(HoldsModel):
 
     Attributes:
         model: The model without functions.
-        functions: Identifier of each function, ``htp::BertLayer`` → number of its calls in the flat
-            graph.
-        nodes_before: Number of nodes before, those in functions once.
+        functions: Identifier of each function, ``htp::BertLayer`` → number of its calls in the
+            flat graph.
+        nodes_before: Number of nodes before; nodes in functions count once.
         nodes_after: Number of nodes after.
     """
 
@@ -348,5 +353,6 @@ def inline(
     flat, calls = flattened(tagged)
     if output is not None:
         write_model(flat, output, share_weights=share_weights)
-    before, after = (sum(1 for _ in all_nodes(each)) for each in (tagged.model, flat))
+    before = sum(1 for _ in all_nodes(tagged.model))
+    after = sum(1 for _ in all_nodes(flat))
     return Inlined(flat, calls, before, after)

@@ -1,4 +1,4 @@
-"""What the nodes that went into functions were, kept for the way back."""
+"""Records of the original nodes that moved into functions, from which `inline` restores them."""
 
 from __future__ import annotations
 
@@ -20,49 +20,55 @@ from htp_export.shapes.operator_kinds import subgraphs
 def share_bodies(
     bodies: Bodies, sources: Mapping[ir.Node, ir.Node], calls: CallTree
 ) -> dict[str, Record]:
-    """Make the bodies of functions true for all their calls, and return what each outer call loses by it, by its name.
+    """Make the tags and types of shared bodies hold for all calls.
 
-    ``sources`` are the nodes of the untouched model that all nodes but the calls were.
+    Name of each outer call → its differences.
+
+    ``sources``: each node except for the calls → its original in the unchanged model.
     """
     occurrences, hierarchy = bodies.occurrences, bodies.hierarchy
     originals: dict[ir.Node, ir.Node] = {}
-    alike: defaultdict[ir.Node, list[ir.Node]] = defaultdict(list)
+    originals_of: defaultdict[ir.Node, list[ir.Node]] = defaultdict(list)
     for occurrence in occurrences.values():
         for shared, own in occurrence.pairs():
             originals[own] = sources[own] if own in sources else _snapshot(own)
-            alike[shared].append(originals[own])
-    for shared, found in alike.items():
-        _share(shared, found, hierarchy)
+            originals_of[shared].append(originals[own])
+    for shared, nodes in originals_of.items():
+        _share(shared, nodes, hierarchy)
 
     expected = Expectations(hierarchy, calls)
 
     def record(occurrence: Occurrence, instance: Instance) -> Record:
-        found: Record = {}
+        """Name of a node of the body → the differences of the original in one call."""
+        differences: Record = {}
         returned = set(occurrence.function.outputs)
         for shared, own in occurrence.pairs():
-            entry = _difference(
-                shared, originals[own], expected.metadata(shared, instance), returned
-            )
+            metadata = expected.metadata(shared, instance)
+            entry = _difference(shared, originals[own], metadata, returned)
             if own in occurrences:
                 inside = record(occurrences[own], expected.instance(shared, instance))
-                entry = {key: value for key, value in entry.items() if key == "outputs"}
+                entry = {"outputs": entry["outputs"]} if "outputs" in entry else {}
                 if inside:
                     entry["inside"] = inside
             if entry:
-                found[str(shared.name)] = entry
-        return found
+                differences[str(shared.name)] = entry
+        return differences
 
     inner = {own for occurrence in occurrences.values() for own in occurrence.body.all_nodes()}
-    outer = {call: occurrence for call, occurrence in occurrences.items() if call not in inner}
-    written = {
-        str(call.name): record(occurrence, occurrence.instance)
-        for call, occurrence in outer.items()
-    }
-    return {name: entry for name, entry in written.items() if entry}
+    records: dict[str, Record] = {}
+    for call, occurrence in occurrences.items():
+        if call not in inner:
+            entry = record(occurrence, occurrence.instance)
+            if entry:
+                records[str(call.name)] = entry
+    return records
 
 
 def flat_order(bodies: Bodies, sources: Mapping[ir.Node, ir.Node]) -> list[int]:
-    """The order of ``Records``."""
+    """The original positions of all nodes in the order of the bodies.
+
+    Empty if it is the same order.
+    """
 
     def flat(nodes: Iterable[ir.Node]) -> Iterator[ir.Node]:
         for node in nodes:
@@ -72,52 +78,59 @@ def flat_order(bodies: Bodies, sources: Mapping[ir.Node, ir.Node]) -> list[int]:
                 yield sources[node]
 
     nodes = list(flat(bodies.model.graph))
-    places = {node: place for place, node in enumerate(nodes[0].graph or ())}
-    order = [places[node] for node in nodes]
+    positions = {node: position for position, node in enumerate(nodes[0].graph or ())}
+    order = [positions[node] for node in nodes]
     return [] if order == sorted(order) else order
 
 
 def _snapshot(call: ir.Node) -> ir.Node:
-    """What a call says now: it will say it of all calls that share its place in a function."""
-    outputs = [copy_value(value) for value in call.outputs]
+    """A copy of a call with its present tags, which change when its body is shared."""
     return ir.Node(
         call.domain,
         call.op_type,
         [],
-        outputs=outputs,
+        outputs=[copy_value(value) for value in call.outputs],
         name=call.name,
         metadata_props=dict(call.metadata_props),
     )
 
 
-def _share(shared: ir.Node, found: Sequence[ir.Node], hierarchy: Hierarchy) -> None:
-    """Make a node of a body true for all that it stands for."""
-    if len(found) == 1:
+def _share(shared: ir.Node, originals: Sequence[ir.Node], hierarchy: Hierarchy) -> None:
+    """Set the tags and types of a node of a body so that they hold for all its originals."""
+    if len(originals) == 1:
         return
-    tagged = [Owned.of(one.metadata_props) for one in found]
-    owners = tuple(dict.fromkeys(owner for owned in tagged for owner in owned.paths))
-    if owners:
-        reasons = {owned.reason for owned in tagged}
-        calls = {owned.call for owned in tagged}
-        one_call = next(iter(calls)) if len(calls) == 1 and len(owners) == 1 else ""
-        reason = next(iter(reasons)) if len(reasons) == 1 else Reason.SHARED
-        if len(owners) > 1 and reason == Reason.SCOPE:
-            reason = Reason.SHARED
-        Owned(owners, reason, one_call).write(shared.metadata_props, hierarchy.called)
-        if all(tags.NAMESPACE not in one.metadata_props for one in found):
-            del shared.metadata_props[tags.NAMESPACE]
+    _share_tags(shared, originals, hierarchy)
     for position, value in enumerate(shared.outputs):
-        others = [one.outputs[position] for one in found]
-        if any(other.type != others[0].type for other in others):
+        first, *others = [original.outputs[position] for original in originals]
+        if any(other.type != first.type for other in others):
             value.type = value.shape = None
-        elif any(written_type(other) != written_type(others[0]) for other in others):
+        elif any(written_type(other) != written_type(first) for other in others):
             value.shape = None
+
+
+def _share_tags(shared: ir.Node, originals: Sequence[ir.Node], hierarchy: Hierarchy) -> None:
+    tagged = [Owned.of(original.metadata_props) for original in originals]
+    owners = tuple(dict.fromkeys(owner for owned in tagged for owner in owned.paths))
+    if not owners:
+        return
+    calls = {owned.call for owned in tagged}
+    call = next(iter(calls)) if len(calls) == 1 and len(owners) == 1 else ""
+    reasons = {owned.reason for owned in tagged}
+    reason = next(iter(reasons)) if len(reasons) == 1 else Reason.SHARED
+    if len(owners) > 1 and reason == Reason.SCOPE:
+        reason = Reason.SHARED
+    Owned(owners, reason, call).write(shared.metadata_props, hierarchy.called)
+    if all(tags.NAMESPACE not in original.metadata_props for original in originals):
+        del shared.metadata_props[tags.NAMESPACE]
 
 
 def _difference(
     shared: ir.Node, original: ir.Node, metadata: Mapping[str, str], returned: Collection[ir.Value]
 ) -> Record:
-    """What ``restore`` needs; what a function returns is named and typed by its call."""
+    """The entries that ``restore`` needs.
+
+    The outputs of a function have the names and types of the outputs of its calls.
+    """
     entry: Record = {}
     if shared.name != (original.name or ""):
         entry["name"] = original.name or ""
@@ -126,18 +139,9 @@ def _difference(
         entry["metadata"] = changes
     outputs: Record = {}
     for position, (value, before) in enumerate(zip(shared.outputs, original.outputs, strict=True)):
-        if value in returned:
-            continue
-        written: Record = {}
-        if value.name != before.name:
-            written["name"] = before.name
-        changes = _changes(value.metadata_props, before.metadata_props)
-        if changes:
-            written["metadata"] = changes
-        if written_type(value) != written_type(before):
-            written["type"] = written_type(before)
-        if written:
-            outputs[str(position)] = written
+        difference = {} if value in returned else _output_difference(value, before)
+        if difference:
+            outputs[str(position)] = difference
     if outputs:
         entry["outputs"] = outputs
     if _graph_names(shared) != _graph_names(original):
@@ -145,13 +149,29 @@ def _difference(
     return entry
 
 
+def _output_difference(value: ir.Value, original: ir.Value) -> Record:
+    entry: Record = {}
+    if value.name != original.name:
+        entry["name"] = original.name
+    changes = _changes(value.metadata_props, original.metadata_props)
+    if changes:
+        entry["metadata"] = changes
+    if written_type(value) != written_type(original):
+        entry["type"] = written_type(original)
+    return entry
+
+
 def _graph_names(node: ir.Node) -> list[list[str]]:
-    return [
-        [str(value or "") for value in (graph.name, *(one.name for one in given_values(graph)))]
-        for graph in subgraphs(node)
-    ]
+    """For each subgraph: its name, and the names of its inputs and initializers."""
+    names: list[list[str]] = []
+    for graph in subgraphs(node):
+        values = [value.name for value in given_values(graph)]
+        names.append([str(name or "") for name in (graph.name, *values)])
+    return names
 
 
-def _changes(expected: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str | None]:
-    gone = {key: None for key in expected if key not in found}
-    return {**gone, **{key: value for key, value in found.items() if expected.get(key) != value}}
+def _changes(expected: Mapping[str, str], actual: Mapping[str, str]) -> dict[str, str | None]:
+    """The differences of two mappings; None for a key that the actual one does not have."""
+    removed = {key: None for key in expected if key not in actual}
+    changed = {key: text for key, text in actual.items() if expected.get(key) != text}
+    return {**removed, **changed}

@@ -2,8 +2,8 @@
 
 torch's dynamo exporter ignores the option, and the pass behind it in the TorchScript exporter fails
 on most models (https://github.com/pytorch/pytorch/issues/154319). Both are therefore called without
-it: the tagged graph is complete, and `htp_export.capabilities.functions.nesting.functions` makes
-functions of it before the file is written.
+it: the tagged graph is complete, and `htp_export.capabilities.functions.nesting.functions` turns
+its modules into functions before the file is written.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ from htp_export.model.tagged import ModelSource, load
 
 _log = logging.getLogger(__name__)
 
-_MOST_SAID = 5
-"""Modules that a warning names."""
+_MOST_LISTED = 5
+"""Modules that a warning names, so that it stays readable."""
 
 
 class ModuleFunctions:
-    """The modules that are to be functions; their names are checked if the modules of the model are known.
+    """The modules that become functions.
+
+    Their names are checked if the modules of the model are known.
 
     Raises:
-        InputError: If no module has one of the classes, or if ``wanted`` is none of what it may be.
+        InputError: If no module has one of the classes, or if ``wanted`` has another type.
         SelectorError: If a selector cannot be read or matches no module.
     """
 
     def __init__(self, wanted: ModulesAsFunctions, model: Any) -> None:
         self._every = wanted is True
-        listed: Any = (
-            ["**"] if wanted is True else [wanted] if isinstance(wanted, str | type) else wanted
-        )
+        listed: Any = wanted
+        if wanted is True:
+            listed = ["**"]
+        elif isinstance(wanted, str | type):
+            listed = [wanted]
         if isinstance(listed, torch.nn.Module) or not isinstance(listed, Collection):
             raise _no_modules(listed)
         self._wanted: list[Any] = list(listed)
-        for each in self._wanted:
-            if not isinstance(each, str) and not (
-                isinstance(each, type) and issubclass(each, torch.nn.Module)
-            ):
-                raise _no_modules(each)
+        for item in self._wanted:
+            is_class = isinstance(item, type) and issubclass(item, torch.nn.Module)
+            if not isinstance(item, str) and not is_class:
+                raise _no_modules(item)
         if isinstance(model, torch.nn.Module):
             classes = Hierarchy.from_module(model).classes
             selectors.select(self._selector(classes), classes)
@@ -57,9 +60,11 @@ class ModuleFunctions:
     def made_of(
         self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
     ) -> Nested | None:
-        """Make the functions; None if the graph stays as it is, because every module was wanted and none can be one.
+        """Build the functions.
 
-        A model without tags stays as it is, too, unless ``strict``. Raises what `functions` raises.
+        None if the graph is unchanged, as every module was wanted and none can be one.
+
+        A model without tags is unchanged, too, unless ``strict``. Raises the errors of `functions`.
         """
         tagged = load(model)
         if not strict and tagged.source != "htp":
@@ -72,43 +77,40 @@ class ModuleFunctions:
                 raise
             _log.warning("%s", error)
             return None
-        # One expects a function of these; that a Dropout is none surprises nobody.
-        expected = {path for path, info in tagged.hierarchy.items() if path and info.fate.does_work}
-        listed = [
-            f"{path!r} is no function: {why}"
-            for path, why in nested.skipped.items()
-            if path in expected
-        ]
-        if listed:
-            first = "; ".join(listed[:_MOST_SAID])
-            more = (
-                f"; nor are {len(listed) - _MOST_SAID} more modules"
-                if len(listed) > _MOST_SAID
-                else ""
-            )
-            _log.warning("%s%s", first, more)
+        # Users expect a function for a module with work, and none for a Dropout.
+        problems: list[str] = []
+        for path, reason in nested.skipped.items():
+            if path and tagged.hierarchy[path].fate.does_work:
+                problems.append(f"{path!r} is no function: {reason}")
+        if problems:
+            first, more = "; ".join(problems[:_MOST_LISTED]), len(problems) - _MOST_LISTED
+            _log.warning("%s%s", first, f"; nor are {more} more modules" if more > 0 else "")
         return nested
 
     def _selector(self, classes: Mapping[str, str]) -> list[str]:
         """The wanted modules as a selector for modules of these classes."""
         return [
-            each if isinstance(each, str) else f"class:{_class_among(each, classes)}"
-            for each in self._wanted
+            item if isinstance(item, str) else f"class:{_class_among(item, classes)}"
+            for item in self._wanted
         ]
 
 
 def _no_modules(value: Any) -> InputError:
-    said = type(value).__name__ if isinstance(value, torch.nn.Module) else repr(value)
+    name = type(value).__name__ if isinstance(value, torch.nn.Module) else repr(value)
     return InputError(
-        f"export_modules_as_functions={said}: it takes True, classes of modules, or a selector such as "
-        "'encoder.layer.*' or 'class:LlamaDecoderLayer'"
+        f"export_modules_as_functions={name}: it takes True, classes of modules, or a selector "
+        "such as 'encoder.layer.*' or 'class:LlamaDecoderLayer'"
     )
 
 
 def _class_among(wanted: type, classes: Mapping[str, str]) -> str:
-    """The name of a class as the modules of a model have it; an `InputError` if no module has it."""
+    """The name of a class in a model.
+
+    Raises:
+        InputError: No module has the class.
+    """
     full, known = f"{wanted.__module__}.{wanted.__qualname__}", set(classes.values())
-    for name in (full, wanted.__name__):  # scripted modules are known by the simple name
+    for name in (full, wanted.__name__):  # scripted modules have the simple name only
         if name in known:
             return name
     simple = sorted({name.rpartition(".")[2] for name in known} - {""})

@@ -1,1 +1,1 @@
-"""Graph passes that keep the module tags: each an onnx_ir pass, with one merge policy and one pipeline around them."""
+"""Graph passes that keep the module tags: onnx_ir passes, one merge policy, and a pipeline."""

@@ -39,58 +39,64 @@ class AttributedModel(Bookkeeping):
 
 
 def _weights(model: ir.Model, before: _Weights) -> _Weights:
-    """The weights of a model: of the module that reads it, of the deepest above several, or of the one before."""
+    """The weights of a model, with the deepest module above all consumers.
+
+    A weight without consumers keeps the module that it has in ``before``.
+    """
     weights: dict[Hashable, tuple[int, str]] = {}
-    readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
+    modules_of: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
     for node in all_nodes(model):
         module = _module(node)
         for value in node.inputs:
             if value is not None and value.const_value is not None:
-                readers[value][module] = None
+                modules_of[value][module] = None
         for name, attribute in node.attributes.data.items():
             if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
                 weights[node, name] = bytes_of(attribute.as_tensor()), module
     for graph in model.graphs():
         for value in graph.initializers.values():
-            if value.const_value is not None:
-                module = (
-                    tags.common_ancestor(readers[value])
-                    if value in readers
-                    else before.get(value, (0, ""))[1]
-                )
-                weights[value] = bytes_of(value.const_value), module
+            if value.const_value is None:
+                continue
+            if value in modules_of:
+                module = tags.common_ancestor(modules_of[value])
+            else:
+                _, module = before.get(value, (0, ""))
+            weights[value] = bytes_of(value.const_value), module
     return weights
 
 
 def _saved(before: _Weights, after: _Weights) -> Counter[str]:
     """Module → bytes by which its weights shrank."""
     saved: Counter[str] = Counter()
-    for key in {**before, **after}:
-        (was, module), (now, new_module) = before.get(key, (0, "")), after.get(key, (0, ""))
-        if was != now:
-            saved[module if key in before else new_module] += was - now
+    for weight in {**before, **after}:
+        size_before, module = before.get(weight, (0, ""))
+        size_after, new_module = after.get(weight, (0, ""))
+        if size_before != size_after:
+            saved[module if weight in before else new_module] += size_before - size_after
     return saved
 
 
 def _changes_of(difference: PassDifference, saved: Counter[str]) -> dict[str, Change]:
-    """What a pass did to nodes and weights, by module; ``saved`` has the bytes that the weights of each lost."""
+    """Module → the changes of its nodes and weights.
+
+    ``saved``: module → bytes of removed weights.
+    """
     before, after = difference.before.nodes, difference.after.nodes
     in_place = difference.removed.keys() & difference.added.keys()
-    rewired = (
-        node for node, seen in before.items() if node in after and seen.inputs != after[node].inputs
-    )
-    removed = Counter(
-        before[node].metadata.get(tags.MODULE, "")
-        for node in difference.removed
-        if node not in in_place
-    )
+    rewired: list[ir.Node] = []
+    for node, seen in before.items():
+        if node in after and seen.inputs != after[node].inputs:
+            rewired.append(node)
+    gone = [node for node in difference.removed if node not in in_place]
+    removed = Counter(before[node].metadata.get(tags.MODULE, "") for node in gone)
     added = Counter(_module(node) for node in difference.added if node not in in_place)
     changed = Counter(map(_module, {*in_place, *difference.merged, *rewired}))
-    changes = {
-        path: Change(removed[path], changed[path], added[path], saved[path])
-        for path in {**removed, **changed, **added, **saved}
-    }
-    return {path: change for path, change in changes.items() if change != Change()}
+    changes: dict[str, Change] = {}
+    for path in {**removed, **changed, **added, **saved}:
+        change = Change(removed[path], changed[path], added[path], saved[path])
+        if change != Change():
+            changes[path] = change
+    return changes
 
 
 def _module(node: ir.Node) -> str:

@@ -1,8 +1,7 @@
-"""The number of tokens with and without the key-value cache, read from the model's inputs and not from the cache.
+"""Numbers of tokens with and without the key-value cache, computed from other inputs.
 
-A cache that past and present share is as long as the longest text; how much of it is used is told
-by the mask that the model takes. What else the model computes of the length of the cache is
-computed of these numbers, too.
+A buffer that past and present share is as long as the longest text; the mask input tells how much
+of it is used. Other computations that use the length of the cache use these numbers, too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from htp_export.shapes.symbolic import Symbolic
 
 @dataclass(frozen=True)
 class Lengths:
-    """Rows of the batch, new tokens and all tokens, each as a tensor of one integer of 64 bits; and as sizes."""
+    """Rows of the batch, new tokens and all tokens, each as a tensor of one int64 and as a size."""
 
     batch: ir.Value
     new: ir.Value
@@ -32,7 +31,7 @@ class Lengths:
 
 
 class CacheLengths:
-    """Lengths of one graph; their nodes are made once, and stand before all others."""
+    """Lengths of one graph; their nodes are created once, and precede all others."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -41,7 +40,7 @@ class CacheLengths:
         self._past: dict[ir.Value, Lengths] = {}
 
     def find(self, dims: tuple[Dim, Dim, Dim], past: ir.Value, known: Symbolic) -> Lengths | None:
-        """The lengths of these sizes; None if no input has the first two."""
+        """The lengths of these sizes; None if no input has the batch and the new tokens."""
         batch, new, total = (self._size(dim, known) for dim in dims)
         if batch is None or new is None:
             return None
@@ -51,21 +50,21 @@ class CacheLengths:
         return Lengths(batch, new, total, dims, is_from_cache)
 
     def of_rows(self, lengths: Lengths) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """All tokens; and for each row of the batch, its last place and its new tokens: integers of 32 bits."""
-        total, new = (
-            self._add("Cast", [value], to=ir.DataType.INT32)
-            for value in (lengths.total, lengths.new)
-        )
+        """All tokens.
+
+        And for each row of the batch, its last position and its new tokens, as int32.
+        """
+        total = self._add("Cast", [lengths.total], to=ir.DataType.INT32)
+        new = self._add("Cast", [lengths.new], to=ir.DataType.INT32)
         one = self._constant(np.array([1], np.int32))
         last = self._add("Sub", [total, one])
-        return (
-            total,
-            self._add("Expand", [last, lengths.batch]),
-            self._add("Expand", [new, lengths.batch]),
-        )
+        last_of_rows = self._add("Expand", [last, lengths.batch])
+        return total, last_of_rows, self._add("Expand", [new, lengths.batch])
 
     def missing(self, lengths: Lengths, *, one: bool) -> tuple[ir.Value, ir.Value]:
-        """Rows that a table of a row for each new token lacks of all tokens, as pads; and the row of each token.
+        """The pads of a table with a row for each new token, to a row for every token.
+
+        And the row of each.
 
         ``one``: the table is the same for all rows of the batch.
         """
@@ -79,35 +78,32 @@ class CacheLengths:
         return pads, self._add("Expand" if one else "Reshape", [numbers, shape])
 
     def add_past(self, lengths: Lengths, past: Iterable[ir.Value]) -> None:
-        """Note the lengths of a cache that the model takes."""
+        """Record the lengths of a cache that is an input of the model."""
         if not lengths.is_from_cache:
             self._past |= dict.fromkeys(past, lengths)
 
-    def read_no_past(self, known: Symbolic) -> None:
-        """Let all that reads the length of a noted cache read how many tokens more than the new ones there are."""
+    def replace_past_lengths(self, known: Symbolic) -> None:
+        """Replace the lengths of recorded caches by the number of tokens before the new ones."""
         for value, lengths in self._past.items():
-            self.replace_shape(
-                value, lengths, self._add("Sub", [lengths.total, lengths.new]), known
-            )
+            past = self._add("Sub", [lengths.total, lengths.new])
+            self.replace_shape(value, lengths, past, known)
 
     def replace_shape(
         self, value: ir.Value, lengths: Lengths, length: ir.Value, known: Symbolic
     ) -> None:
-        """Let all that reads the shape of a cache, whose length is given, read these numbers in its place."""
-        shape, numbers = known.shape(value), {0: lengths.batch, 2: length}
+        """Replace the ``Shape`` of a cache of this length by the lengths and constants."""
+        shape, computed = known.shape(value), {0: lengths.batch, 2: length}
         for node in [use.node for use in value.uses() if is_standard(use.node, "Shape")]:
-            places = range(4)[
-                node.attributes.get_int("start", 0) : node.attributes.get_int("end", 4)
-            ]
-            if shape is None or len(shape) != 4 or node.graph is not self._graph or not places:
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", 4)
+            axes = range(4)[start:end]
+            if shape is None or len(shape) != 4 or node.graph is not self._graph or not axes:
                 continue
-            parts = [
-                numbers.get(place) or self._constant(np.array([shape[place]], np.int64))
-                for place in places
-            ]
-            replace_with(
-                node.outputs[0], parts[0] if len(parts) == 1 else self._add("Concat", parts, axis=0)
-            )
+            parts: list[ir.Value] = []
+            for axis in axes:
+                part = computed.get(axis)
+                parts.append(part or self._constant(np.array([shape[axis]], np.int64)))
+            result = parts[0] if len(parts) == 1 else self._add("Concat", parts, axis=0)
+            replace_with(node.outputs[0], result)
 
     def _size(self, dim: Dim, known: Symbolic) -> ir.Value | None:
         """A size as a tensor: a constant, or the size of an input that is no cache."""
@@ -117,20 +113,13 @@ class CacheLengths:
             shape = known.shape(value)
             if shape is None or len(shape) > 3 or value.is_initializer():
                 continue
-            place = next(
-                (
-                    place
-                    for place, size in enumerate(shape)
-                    if size == dim or _means(str(size), dim)
-                ),
-                None,
-            )
-            if place is not None:
-                return self._add("Shape", [value], start=place, end=place + 1)
+            for axis, size in enumerate(shape):
+                if size == dim or _equals(str(size), dim):
+                    return self._add("Shape", [value], start=axis, end=axis + 1)
         return None
 
     def _has(self, key: object) -> bool:
-        """Whether a value was made, and is there still."""
+        """Whether a value was created, and is still in the graph."""
         return key in self._made and self._made[key].graph is self._graph
 
     def _constant(self, array: Array) -> ir.Value:
@@ -140,7 +129,7 @@ class CacheLengths:
         return self._made[key]
 
     def _add(self, operator: str, inputs: Sequence[ir.Value], **attributes: int) -> ir.Value:
-        """The result of a node of the main graph, which is made if there is none yet."""
+        """The result of a node of the main graph, which is created once."""
         key = (operator, *inputs, *attributes.items())
         if not self._has(key):
             node = ir.node(operator, inputs, attributes)
@@ -153,13 +142,14 @@ class CacheLengths:
         return self._made[key]
 
 
-def _means(text: str, dim: Dim) -> bool:
-    """Whether an input's dimension, an expression of other dimensions, is a size, by its values at several sizes."""
+def _equals(text: str, dim: Dim) -> bool:
+    """Whether an expression of dimensions is equal to a size, by its values at two points."""
     names = sorted(names_in(text))
     if text.isidentifier() or not names or set(names) != names_in(str(dim)):
         return False
-    trials = (
-        {name: start + step * place for place, name in enumerate(names)}
-        for start, step in ((5, 2), (11, 30))
-    )
-    return all(evaluate(text, sizes) == evaluate(str(dim), sizes) is not None for sizes in trials)
+    for start, step in ((5, 2), (11, 30)):  # two points tell apart sums, products and minima
+        sizes = {name: start + step * position for position, name in enumerate(names)}
+        number = evaluate(str(dim), sizes)
+        if number is None or evaluate(text, sizes) != number:
+            return False
+    return True

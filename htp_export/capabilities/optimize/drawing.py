@@ -1,8 +1,8 @@
-"""What optimising did, drawn for a terminal or a pipe."""
+"""The result of `optimize`, drawn for a terminal or a pipe."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from htp_export.reporting.command_words import tag_note
 from htp_export.reporting.folding import gathered
 from htp_export.reporting.module_table import flat_table
 
-_MOST_MODULES = 3  # what fits a line; the table has all
+_MOST_MODULES = 3  # as many as fit a line; the table has all
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class _Line(PassReport):
 def render_optimized(
     result: Optimized, *, attribution: bool = False, depth: int | None = None
 ) -> RenderableType:
-    """A table with a line for each pass: the nodes that it removed and added, and where most of them were.
+    """A table with one line a pass: its changes, and the modules with most of them.
 
-    With ``attribution``, every module of a pass has a line of its own; what lies deeper than
-    ``depth`` is added to the module above.
+    With ``attribution``, every module of a pass has a line; modules deeper than ``depth`` are added
+    to the module above.
 
     Examples:
         >>> from rich.console import Console
@@ -51,44 +51,45 @@ def render_optimized(
     modules = result.attribution if depth is None else result.at_depth(depth)
     rows: list[_Line] = []
     for report in result.passes:
-        by_path = modules.get(report.name, {})
-        if report.change == Change() and not report.rolled_back:
-            continue
-        rows.append(
-            _Line(**vars(report), where="" if attribution or report.rolled_back else _top(by_path))
-        )
-        if attribution:
-            for name, group in gathered(
-                sorted(by_path, key=tags.path_order), str, by_path.__getitem__
-            ):
-                rows.append(
-                    _Line("", report.level, {"": by_path[group[0]]}, where=name or "(root)")
-                )
-    undone = any(row.rolled_back for row in rows)
-    columns: list[Column[Any]] = [
-        column for column in PASS_COLUMNS if undone or column.name != "rolled_back"
-    ]
-    table = flat_table([*columns, Column("where", "modules", style="cyan", right=False)], rows)
-    lines: list[RenderableType] = [*([table] if rows else []), Text(result.summary)]
-    if result.fused:
-        paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (
-            ", …" if len(result.fused) > _MOST_MODULES else ""
-        )
-        lines.append(
-            Text(
-                f"{len(result.fused)} modules are fused with their neighbours now: {paths}",
-                style="yellow",
-            )
-        )
-    if result.left:
-        (name, why), count = next(iter(result.left.items())), len(result.left)
-        others = f" and {count - 1} others are" if count > 1 else " is"
-        lines.append(Text(f"node {name!r}{others} left as before: {why}", style="yellow"))
+        if report.change != Change() or report.rolled_back:
+            rows += _rows_of(report, modules.get(report.name, {}), attribution)
+    lines: list[RenderableType] = []
+    if rows:
+        columns: list[Column[Any]] = list(PASS_COLUMNS)
+        if not any(row.rolled_back for row in rows):
+            columns = [column for column in columns if column.name != "rolled_back"]
+        columns.append(Column("where", "modules", style="cyan", right=False))
+        lines.append(flat_table(columns, rows))
+    lines.append(Text(result.summary))
+    lines += [Text(note, style="yellow") for note in _notes(result)]
     return Group(*lines, *tag_note(result.tags))
 
 
+def _rows_of(
+    report: PassReport, changes: Mapping[str, Change], attribution: bool
+) -> Iterator[_Line]:
+    """The line of a pass, and with ``attribution``, a line for each module."""
+    where = "" if attribution or report.rolled_back else _top(changes)
+    yield _Line(**vars(report), where=where)
+    if attribution:
+        paths = sorted(changes, key=tags.path_order)
+        for name, group in gathered(paths, str, changes.__getitem__):
+            yield _Line("", report.level, {"": changes[group[0]]}, where=name or "(root)")
+
+
+def _notes(result: Optimized) -> Iterator[str]:
+    if result.fused:
+        paths, count = list(result.fused), len(result.fused)
+        listed = ", ".join(paths[:_MOST_MODULES]) + (", …" if count > _MOST_MODULES else "")
+        yield f"{count} modules are fused with their neighbours now: {listed}"
+    if result.left:
+        (name, why), count = next(iter(result.left.items())), len(result.left)
+        others = f" and {count - 1} others are" if count > 1 else " is"
+        yield f"node {name!r}{others} left as before: {why}"
+
+
 def _top(changes: Mapping[str, Change]) -> str:
-    """The modules in which there are most nodes fewer."""
+    """The modules that lost the most nodes."""
     order = sorted(changes, key=lambda path: (-changes[path].saved, tags.path_order(path)))
     groups = gathered(order, str, changes.__getitem__)
     named = [

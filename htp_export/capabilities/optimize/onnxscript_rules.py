@@ -1,7 +1,7 @@
-"""onnxscript's rewriter as `optimize` runs it: limits of what its rules match, and nodes that it cannot handle.
+"""onnxscript's rewriter as `optimize` runs it: limited matches, and nodes that it cannot handle.
 
-Its rules are written for recent opsets. Of an older one, some fail, misread nodes, or write what it
-does not have.
+Its rules are written for recent opsets. For older ones, some fail, misread nodes, or write
+operators that the opset does not have.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from htp_export.process.forking import Mutex
 from htp_export.shapes.schemas import is_written_as, misfit
 
 MOST = 64
-"""Nodes in which the further results are looked for; each takes 0.1 ms. A match has its results within a block."""
+"""Nodes that are searched for the further results of a pattern; each takes 0.1 ms.
+
+A match has its results within a block, which is smaller."""
 
 _WRITTEN_FOR = 18
-"""The lowest opset that onnxscript's rules are written for: https://github.com/microsoft/onnxscript, ``optimizer``."""
+"""The lowest opset that onnxscript's rules are written for:
+https://github.com/microsoft/onnxscript, ``optimizer``."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,49 +39,46 @@ _ONE_AT_A_TIME = Mutex()  # the changed classes are shared by the whole process
 
 @contextlib.contextmanager
 def changed_rules() -> Iterator[dict[ir.Node, str]]:
-    """Change onnxscript's rewriter while it is open; yields nodes that it cannot handle → the reason.
+    """Change onnxscript's rewriter while the context is open.
 
-    These nodes stay as they are: a rule or a folding step that raises an error is skipped for the
-    node. So is one that matches nodes whose attributes became inputs later (``Pad`` before opset
-    11: the rule would take them for absent), and one whose new nodes the opset of the model does
-    not have (``Clip`` with inputs).
+    Yields nodes that it cannot handle → the reason. These nodes are unchanged: a rule or a
+    folding step that raises an error is skipped for the node. A rule is also skipped if it matches
+    nodes whose attributes became inputs later (``Pad`` before opset 11: the rule does not see
+    them), and if the opset of the model does not have its new nodes (``Clip`` with inputs).
 
     Numbers match equal numbers only, and several results of a pattern are near each other.
 
     There is no rule for ``SkipLayerNormalization``: on the CPU, ONNX Runtime 1.32 takes 3 to 9
     times as long for it as for ``Add`` and ``LayerNormalization`` (docs/passes.md), and the
-    normalisation is not exact any more.
+    normalization is not exact any more.
 
-    A pattern's 0 matches each number below 1e-8 in onnxscript, and its 1 those that differ by 1e-5:
-    ``x + 1e-15`` counts as ``x``, and ``log(x + 1e-15)`` of a zero becomes infinite. Here, numbers
-    that half precision has match exactly, and others, as the square root of 2, by their relative
-    difference alone.
+    In onnxscript, the 0 of a pattern matches every number below 1e-8, and its 1 every number that
+    differs by less than 1e-5: ``x + 1e-15`` becomes ``x``, and ``log(x + 1e-15)`` of a zero becomes
+    infinite. Here, numbers that half precision can represent match exactly, and others, such as the
+    square root of 2, by their relative difference alone.
 
-    onnxscript (0.7) looks for the further results of a pattern among all nodes of the graph, for
-    each of its nodes: the time grows with the square of the graph. The nodes of a match hang
-    together by the tensors that they share, so those are enough that are as near as the pattern is
-    large. If a tensor has very many consumers, they are all near each other: at most `MOST` are
-    searched, and a warning names the node.
+    onnxscript (0.7) searches all nodes of the graph for the further results of a pattern, for each
+    of its nodes: the time grows with the square of the graph. The nodes of a match are connected by
+    the tensors that they share, so that it is enough to search nodes at a distance up to the size
+    of the pattern. If a tensor has very many consumers, they are all near each other: at most
+    `MOST` are searched, and a warning names the node.
 
-    onnx_ir (1.1) writes the types that it infers as element types: sequences and optional values of
-    unknown type become tensors, and the model is not valid any more. Here, they keep their kind.
+    onnx_ir (1.1) writes inferred types as element types: sequences and optional values of unknown
+    type become tensors, and the model is not valid any more. Here, they keep their kind.
     """
     from onnx_ir.passes.common import shape_inference
     from onnxscript.optimizer import _constant_folding
     from onnxscript.rewriter import pattern
     from onnxscript.rewriter.ort_fusions import _core
 
-    matcher, folder, rule = (
-        pattern.SimplePatternMatcher,
-        _constant_folding.FoldConstantsPass,
-        pattern.RewriteRule,
-    )
+    matcher, rule = pattern.SimplePatternMatcher, pattern.RewriteRule
+    folder = _constant_folding.FoldConstantsPass
     with _ONE_AT_A_TIME.lock, contextlib.ExitStack() as until:
         originals = _Originals(
             matcher.match, matcher._match_constant, rule.try_rewrite, folder.process_node
         )
         changes = _Changes(originals)
-        places: list[tuple[Any, str, Callable[..., Any]]] = [
+        patches: list[tuple[Any, str, Callable[..., Any]]] = [
             (matcher, "match", changes.match),
             (matcher, "_match_constant", changes.match_constant),
             (rule, "try_rewrite", changes.try_rewrite),
@@ -86,7 +86,7 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
             (shape_inference, "_merge_func", _set_inferred),
             (_core, "fuse_skip_layer_normalization", lambda model, debug=False: 0),
         ]
-        for owner, name, changed in places:
+        for owner, name, changed in patches:
             original = getattr(owner, name)
             until.callback(setattr, owner, name, original)
             setattr(owner, name, _in_this_thread(changed, original))
@@ -95,9 +95,13 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
     if changes.crowded:
         node, *others = changes.crowded
         _log.warning(
-            "pass fuse_for_onnxruntime: node %r (%s)%s: a tensor near it has very many consumers; patterns with "
-            "several results were looked for among the nearest %d nodes only, and may have been missed",
-            *(node.name, node.op_type, f" and {len(others)} others" if others else "", MOST),
+            "pass fuse_for_onnxruntime: node %r (%s)%s: a tensor near it has very many consumers; "
+            "patterns with several results were looked for among the nearest %d nodes only, and "
+            "may have been missed",
+            node.name,
+            node.op_type,
+            f" and {len(others)} others" if others else "",
+            MOST,
         )
 
 
@@ -115,7 +119,7 @@ def _in_this_thread(
 
 @dataclass(frozen=True)
 class _Originals:
-    """Functions of onnxscript that are changed, as they were."""
+    """The original functions of onnxscript that are changed."""
 
     match: Callable[..., Any]
     match_constant: Callable[..., Any]
@@ -125,11 +129,11 @@ class _Originals:
 
 @dataclass
 class _Changes:
-    """The changed functions, and what they found."""
+    """The changed functions, and the nodes that they could not handle."""
 
     originals: _Originals
-    unhandled: dict[ir.Node, str] = field(default_factory=dict)  # node → why it stays as it is
-    # models with values that abandoned new nodes read
+    unhandled: dict[ir.Node, str] = field(default_factory=dict)  # node → why it is unchanged
+    # models with values that new nodes of unfinished rules use
     unfinished: dict[ir.Model, None] = field(default_factory=dict)
     # nodes near a tensor with very many consumers
     crowded: dict[ir.Node, None] = field(default_factory=dict)
@@ -137,7 +141,7 @@ class _Changes:
     def match(
         self, matcher: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any
     ) -> Any:
-        """``SimplePatternMatcher.match``: near nodes only, and none that is written as in older opsets."""
+        """``SimplePatternMatcher.match``, for near nodes in the form of recent opsets only."""
         from onnxscript.rewriter import pattern
 
         first = matcher.pattern.output_nodes[0].op_identifier()
@@ -148,21 +152,21 @@ class _Changes:
             if len(nodes) == MOST:
                 self.crowded[node] = None
             graph = _Part(graph if isinstance(graph, ir.Graph) else graph.graph, nodes)
-        found = self.originals.match(matcher, model, graph, node, **options)
+        match = self.originals.match(matcher, model, graph, node, **options)
+        if not match:
+            return match
         opset = model.opset_imports.get("", 1)
-        older = (
-            [matched for matched in found.nodes if not is_written_as(matched, opset, _WRITTEN_FOR)]
-            if found
-            else []
-        )
+        older = [
+            matched for matched in match.nodes if not is_written_as(matched, opset, _WRITTEN_FOR)
+        ]
         if not older:
-            return found
+            return match
         why = f"onnxscript's rules do not know {older[0].op_type} as opset {opset} has it"
         self.unhandled.update((matched, why) for matched in older)
         return pattern.MatchResult().fail(why)
 
     def match_constant(self, matcher: Any, constant: Any, value: ir.Value) -> bool:
-        """``SimplePatternMatcher._match_constant``, without tolerance for what a floating-point number can be."""
+        """``SimplePatternMatcher._match_constant``, without tolerance for exact numbers."""
         number = constant.value
         is_exact = False
         if isinstance(number, int | float):
@@ -174,48 +178,52 @@ class _Changes:
     def try_rewrite(
         self, rule: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any
     ) -> Any:
-        """``RewriteRule.try_rewrite``: what replaces a match; None if the rule fails, or for what the opset has not."""
+        """``RewriteRule.try_rewrite``: the replacement of a match.
+
+        None if the rule fails, or if the opset does not have the new nodes.
+        """
         try:
-            found = self.originals.try_rewrite(rule, model, graph, node, **options)
+            replacement = self.originals.try_rewrite(rule, model, graph, node, **options)
         except (HtpExportError, MemoryError, OSError):  # weights that cannot be read
             raise
-        except Exception as error:  # whatever the rule did not expect
+        except Exception as error:  # rules raise errors of any class on unexpected nodes
             self.unhandled[node] = f"onnxscript's rule {rule} fails for it: {described(error)}"
             self.unfinished[model] = None
             return None
-        if found is None or self._fits(node, found.new_nodes, model.opset_imports.get("", 1)):
-            return found
+        opset = model.opset_imports.get("", 1)
+        if replacement is None or self._fits(node, replacement.new_nodes, opset):
+            return replacement
         return None
 
     def process_node(self, folder: Any, node: ir.Node, *args: Any, **options: Any) -> Any:
-        """``FoldConstantsPass.process_node``: the same of folding constants."""
+        """``FoldConstantsPass.process_node``, with the same conditions as `try_rewrite`."""
         try:
-            found = self.originals.process_node(folder, node, *args, **options)
+            replacement = self.originals.process_node(folder, node, *args, **options)
         except (HtpExportError, MemoryError, OSError):
             raise
         except Exception as error:
-            self.unhandled[node] = (
-                f"onnxscript cannot fold it: {described(error.__cause__ or error)}"
-            )
+            cause = described(error.__cause__ or error)
+            self.unhandled[node] = f"onnxscript cannot fold it: {cause}"
             return None
-        if found is None or self._fits(node, found.new_nodes, folder._opset_imports.get("", 1)):
-            return found
+        opset = folder._opset_imports.get("", 1)
+        if replacement is None or self._fits(node, replacement.new_nodes, opset):
+            return replacement
         return None
 
     def _fits(self, node: ir.Node, new: Sequence[ir.Node], opset: int) -> bool:
-        """Whether an opset has all new nodes as they are; if not, they are dropped."""
-        for made in new:
-            if why := misfit(made, opset):
-                self.unhandled[node] = (
-                    f"onnxscript would write what opset {opset} does not have: {why}"
-                )
+        """Whether an opset has all new nodes in their form; if not, they are dropped."""
+        for new_node in new:
+            problem = misfit(new_node, opset)
+            if problem:
+                why = f"onnxscript would write what opset {opset} does not have: {problem}"
+                self.unhandled[node] = why
                 _detach(new)
                 return False
         return True
 
 
 def _detach(nodes: Iterable[ir.Node]) -> None:
-    """Let nodes that are in no graph read nothing, so that the values that they read have no such consumers."""
+    """Remove the inputs of nodes that are in no graph, so that they are no consumers any more."""
     for node in nodes:
         replace_inputs(node, {value: None for value in node.inputs if value is not None})
 
@@ -229,26 +237,30 @@ def _release(models: Iterable[ir.Model]) -> None:
 
 
 def _set_inferred(model: ir.Model, inferred: onnx.ModelProto) -> bool:
-    """Set shapes and types that onnx inferred, also those of sequences and optional values; whether any was new."""
+    """Set the shapes and types that onnx inferred, and return whether any was new.
+
+    Also the types of sequences and optional values.
+    """
     modified = False
-    for graph, known in zip(model.graphs(), ir.from_proto(inferred).graphs(), strict=False):
-        found = ir.convenience.create_value_mapping(known)
+    for graph, inferred_graph in zip(
+        model.graphs(), ir.from_proto(inferred).graphs(), strict=False
+    ):
+        inferred_values = ir.convenience.create_value_mapping(inferred_graph)
         for name, value in ir.convenience.create_value_mapping(graph).items():
-            other = found.get(name)
+            other = inferred_values.get(name)
             if other is None:
                 continue
             if other.shape is not None and other.shape != value.shape:
                 value.shape, modified = other.shape, True
-            if other.dtype is not None and (
-                other.dtype != value.dtype or type(other.type) is not type(value.type)
-            ):
+            has_other_kind = type(other.type) is not type(value.type)
+            if other.dtype is not None and (other.dtype != value.dtype or has_other_kind):
                 value.type, modified = other.type, True
     return modified
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some nodes of a graph, which stand in for the graph."""
+    """Some nodes of a graph, in place of the graph."""
 
     graph: ir.Graph
     nodes: list[ir.Node]
@@ -258,9 +270,9 @@ class _Part:
 
 
 def near(node: ir.Node, steps: int) -> list[ir.Node]:
-    """The nearest nodes of the same graph that some tensors lead to, itself first, no more than `MOST`.
+    """The nearest nodes of the same graph through shared tensors, itself first, at most `MOST`.
 
-    Those that only read the same constants are not near.
+    Nodes that only share constants are not near.
 
     Examples:
         >>> x, one = ir.val("x"), ir.Value(name="one", const_value=ir.tensor(1.0))

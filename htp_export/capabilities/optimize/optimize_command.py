@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Literal
@@ -76,7 +77,7 @@ def optimize_command(
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a graph smaller, and keep its module tags true."""
+    """Make a graph smaller, and keep its module tags correct."""
     from htp_export.capabilities.optimize.drawing import render_optimized
     from htp_export.capabilities.optimize.optimizing import optimize
     from htp_export.capabilities.optimize.registry import choose
@@ -88,7 +89,7 @@ def optimize_command(
         return
     if not files or output is None:
         raise typer.BadParameter("give a file, and with -o the file to write")
-    choose(passes, level)  # it refuses unknown passes before any work
+    choose(passes, level)  # raises for unknown passes before any work
     targets = _targets(files, output)
     steps = Steps(quiet=as_json, count=len(targets))
     results: dict[str, Optimized] = {}
@@ -128,29 +129,24 @@ def _list_passes(as_json: bool) -> None:
     from htp_export.capabilities.optimize.registry import available
 
     passes = sorted(available().values(), key=lambda info: info.name)
-    if as_json:
-        print_json(
-            {
-                "passes": [
-                    {key: getattr(info, key) for key in ("name", "level", "summary")}
-                    for info in passes
-                ]
-            }
-        )
-    else:
+    if not as_json:
         print_text("".join(f"{info.name:34} {info.level:9} {info.summary}\n" for info in passes))
+        return
+    rows = [{"name": info.name, "level": info.level, "summary": info.summary} for info in passes]
+    print_json({"passes": rows})
 
 
 def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:
+    """Each file with the file to write."""
     if len(files) == 1:
         return [(files[0], output)]
     if output.exists() and not output.is_dir():
         raise typer.BadParameter(f"{output} is a file; several files go into a folder")
-    names = [file.name for file in files]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    counts = Counter(file.name for file in files)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if repeated:
         raise typer.BadParameter(
-            f"several files are called {twice[0]}; in one folder they would be one"
+            f"several files are called {repeated[0]}; in one folder they would be one"
         )
     if not output.exists():
         check_parent(output)

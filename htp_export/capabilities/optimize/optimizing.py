@@ -1,4 +1,4 @@
-"""optimize(): fewer nodes, and the tags that were there."""
+"""optimize(): run passes on a model, and keep its tags correct."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def optimize(
 ) -> Optimized:
     """Reduce the number of nodes of a model, and keep its tags correct.
 
-    A node that replaces others gets the owners of all of them. A module that lost a tensor at its
-    boundary becomes ``fused`` with the modules with which it was merged.
+    A node that replaces others has the owners of all of them. A module that lost a tensor at its
+    boundary becomes ``fused`` with the modules that it was merged with.
 
     Thread-safe, also for calls on the same model.
 
@@ -61,15 +61,15 @@ def optimize(
             not changed.
         output: The file to write.
         passes: ``"default"``, or names of passes as a list or separated by commas; ``"default"``
-            among them stands for all default passes. See `htp_export.passes.available`.
+            among them means all default passes. See `htp_export.passes.available`.
         level: ``"exact"``: outputs stay equal, bit for bit; ``"tolerant"``: they may change by
             1e-5; ``"fused"``: as ``"tolerant"``, with operators that only ONNX Runtime has.
         verify: Run the model in ONNX Runtime before and after every pass. A pass that changes more
             than its level allows is undone and listed in the result.
-        keep_exact: Leave out rewrites that make a module inexact although all its inputs and
-            outputs stay in the graph. Takes a few more nodes at level ``"fused"``.
+        keep_exact: Skip rewrites that make a module inexact although all its inputs and outputs
+            stay in the graph. The result has a few more nodes at level ``"fused"``.
         data: The runs of ``verify``, as for `quantize`; None for one run on random inputs.
-        dims: Name of an open dimension → size. ``data`` of other sizes are refused.
+        dims: Name of an open dimension → size. ``data`` of other sizes raise an error.
         shapes: For random inputs: input name → shape.
         seed: Seed of the random inputs.
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
@@ -77,7 +77,7 @@ def optimize(
             ``output``: no copy.
 
     Returns:
-        The model, and what each pass did to each module.
+        The model, and the changes of each module by each pass.
 
     Raises:
         InputError: There is no such pass or level, or ``verify`` cannot run the model.
@@ -98,13 +98,13 @@ def optimize(
     nodes_before = len(original.nodes)
     if not verify and (data is not None or dims or shapes or seed):
         raise InputError(
-            "data, sizes and seed are for verify, which runs the model; give verify, or leave them out"
+            "data, sizes and seed are for verify, which runs the model; "
+            "give verify, or leave them out"
         )
     check = None
     if verify:
-        check = OutputCheck(
-            original.model, Samples.of(data, original.model, dims=dims, shapes=shapes, seed=seed)
-        )
+        samples = Samples.of(data, original.model, dims=dims, shapes=shapes, seed=seed)
+        check = OutputCheck(original.model, samples)
     pipeline = Pipeline(chosen, check, keep_exact=keep_exact)
     optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
     if output is not None:
@@ -112,11 +112,11 @@ def optimize(
         for beside in providers("files_beside"):
             beside.renew(optimized.model.graph, output)
     return Optimized(
-        nodes_before,
-        len(optimized.nodes),
-        pipeline.reports,
-        None if check is None else check.max_abs,
-        () if check is None else check.nan,
+        nodes_before=nodes_before,
+        nodes_after=len(optimized.nodes),
+        passes=pipeline.reports,
+        max_abs=None if check is None else check.max_abs,
+        nan=() if check is None else check.nan,
         model=optimized.model,
     )
 
@@ -124,7 +124,7 @@ def optimize(
 _log = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 12
-"""Rounds of all passes, after which the model stays as it is: two passes that undo each other's work would not end."""
+"""The most rounds of all passes: two passes that undo each other's work would not end."""
 
 _BARRIER = ("htp_export", "Barrier")
 """Domain and type of an opaque operator: no pattern matches across its nodes."""
@@ -133,7 +133,7 @@ _BARRIER = ("htp_export", "Barrier")
 _TOLERANCE: Mapping[Level, float] = {"exact": 0.0, "tolerant": 1e-5, "fused": 1e-3}
 """Largest difference of an output, relative to its largest value if that is more than 1."""
 
-_SIZES = (2, 8, 5, 3, 7)  # of open dimensions, in order
+_SIZES = (2, 8, 5, 3, 7)  # of open dimensions, in order: small, and different from each other
 
 
 @dataclass
@@ -146,27 +146,27 @@ class _Account:
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rolled_back: str = ""
     left: Mapping[str, str] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)  # tensors of signatures that it may not work across
-    seen: int = -1  # the state of the model after it ran last
+    held: set[str] = field(default_factory=set)  # tensors of signatures that it must not remove
+    seen: int = -1  # the state of the model after its last run
 
 
 class OutputCheck:
-    """Compares outputs of a model with what they were before each pass, and at first.
+    """Compares outputs of a model with its outputs before each pass, and before all passes.
 
-    Without data they are random: floats of a normal distribution, integers 0 and 1, and booleans
-    half of them true. The largest difference so far is ``max_abs``; ``nan`` names outputs with NaN,
-    of which no difference is known.
+    Without data, the inputs are random: floats of a normal distribution, integers 0 and 1, and
+    booleans of which half are true. ``max_abs``: the largest difference so far. ``nan``: the names
+    of outputs with NaN, whose differences are unknown.
 
     Raises:
         InputError: If the model cannot be run on the inputs.
     """
 
     def __init__(self, model: ir.Model, samples: Samples) -> None:
-        inputs, sizes = samples.inputs, (samples.dims, samples.shapes, samples.seed)
-        random = (
-            [inputs.random(*sizes, open_sizes=_SIZES, true=0.5).arrays] if samples.random else None
-        )
-        self._runs = random or list(samples)
+        if samples.random:
+            sizes = (samples.dims, samples.shapes, samples.seed)
+            self._runs = [samples.inputs.random(*sizes, open_sizes=_SIZES, true=0.5).arrays]
+        else:
+            self._runs = list(samples)
         try:
             self._expected = self._latest = self._outputs(model)
         except FileError:
@@ -179,43 +179,43 @@ class OutputCheck:
         self.max_abs = 0.0
 
     def fault(self, model: ir.Model, level: Level) -> str:
-        """Why the model after a pass does not agree with the level of the pass; empty if it does."""
+        """Why the model after a pass does not agree with the level of the pass.
+
+        Empty if it does.
+        """
         try:
             outputs = self._outputs(model)
         except Exception as error:
             return f"it does not run any more: {str(error).splitlines()[0][:200]}"
         for name, expected in self._latest.items():
-            if (
-                name not in outputs
-                or outputs[name].shape != expected.shape
-                or outputs[name].dtype != expected.dtype
-            ):
+            actual = outputs.get(name)
+            if actual is None or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
                 return f"output {name!r} has another shape or dtype"
-            off, scale = _distance(expected, outputs[name])
+            off, scale = _distance(expected, actual)
             if not off <= _TOLERANCE[level] * max(1.0, scale):
                 return f"output {name!r} is off by {off:.3g}, more than {level} allows"
         self._latest = outputs
-        self.max_abs = max(
-            (_distance(array, outputs[name])[0] for name, array in self._expected.items()),
-            default=0.0,
-        )
+        distances = (_distance(array, outputs[name]) for name, array in self._expected.items())
+        self.max_abs = max((off for off, _ in distances), default=0.0)
         return ""
 
     def _outputs(self, model: ir.Model) -> dict[str, Array]:
         with temporary_folder() as folder:
-            session = Session(
-                RunnableModel.of(model, "the model", folder), changes=as_written(threads=1)
-            )
-            outputs = [arrays_in(session.run(inputs)) for inputs in self._runs]
-        return {
-            f"{name}, run {number}" if number else name: array
-            for number, run in enumerate(outputs)
-            for name, array in run.items()
-        }
+            runnable = RunnableModel.of(model, "the model", folder)
+            session = Session(runnable, changes=as_written(threads=1))
+            runs = [arrays_in(session.run(inputs)) for inputs in self._runs]
+        outputs: dict[str, Array] = {}
+        for number, run in enumerate(runs):
+            for name, array in run.items():
+                outputs[f"{name}, run {number}" if number else name] = array
+        return outputs
 
 
 def _distance(expected: Array, actual: Array) -> tuple[float, float]:
-    """The largest difference, infinite where only one of two numbers is finite; and the largest finite number."""
+    """The largest difference, and the largest finite number.
+
+    The difference is infinite if only one of two numbers is finite.
+    """
     if expected.dtype.kind in "biuSUO":
         return (0.0 if np.array_equal(expected, actual) else float("inf")), 0.0
     a, b = expected.astype(np.float64), actual.astype(np.float64)
@@ -227,11 +227,11 @@ def _distance(expected: Array, actual: Array) -> tuple[float, float]:
 
 
 class Pipeline:
-    """Passes, in order, again and again while any of them changes the model.
+    """Runs passes in order, and again while any of them changes the model.
 
-    A pass that breaks its level, as far as ``check`` sees, is undone, named, and not run again.
-    With ``keep_exact``, no pass may make a module inexact whose boundary tensors all remain.
-    ``watch`` is called after each run that changed the model, with the pass, what it did, and the
+    A pass that violates its level, as far as ``check`` detects it, is undone, named, and not run
+    again. With ``keep_exact``, no pass may make a module inexact whose boundary tensors all remain.
+    ``watch`` is called after each run that changed the model, with the pass, its changes, and the
     model. ``running`` is the pass that started last.
     """
 
@@ -248,10 +248,12 @@ class Pipeline:
         self.running = ""
 
     def run(self, tagged: TaggedModel) -> TaggedModel:
-        """Run the passes on a model, which is changed in place; another one, if a pass made a new one or was undone.
+        """Run the passes on a model, in place.
+
+        Returns the model; it is another one if a pass returned a new model, or was undone.
 
         Raises:
-            PassError: If a pass fails; the model is as that pass left it, and of no use any more.
+            PassError: If a pass fails; the model is then in an undefined state.
         """
         books, state = AttributedModel(tagged), 0
         for _ in range(_MOST_ROUNDS):
@@ -271,16 +273,18 @@ class Pipeline:
     def _step(
         self, account: _Account, books: AttributedModel, kept: AttributedModel | None
     ) -> tuple[AttributedModel, bool]:
-        """Run one pass once; the books afterwards (the kept ones if it was undone), and whether it changed anything."""
+        """Run one pass once.
+
+        Return the model (``kept`` if it was undone), and whether it changed.
+        """
         began = time.perf_counter()
         try:
             modified, changes, fused = self._run(account, books)
-            while (
-                self._keep_exact
-                and kept is not None
-                and (across := books.worked_across(fused) - account.held)
-            ):
-                account.held |= across
+            while self._keep_exact and kept is not None:
+                crossed = books.worked_across(fused) - account.held
+                if not crossed:
+                    break
+                account.held |= crossed
                 books, kept = kept, kept.twin()
                 modified, changes, fused = self._run(account, books)
         except PassError as error:
@@ -305,7 +309,7 @@ class Pipeline:
     def _undone(
         self, account: _Account, kept: AttributedModel, why: str
     ) -> tuple[AttributedModel, bool]:
-        """Note that a pass was undone, and return the model from before it."""
+        """Record that a pass was undone, and return the model from before it."""
         account.rolled_back, account.left = why, {}
         _log.warning("pass %s was undone: %s", account.info.name, why)
         return kept, False
@@ -313,17 +317,21 @@ class Pipeline:
     def _run(
         self, account: _Account, books: AttributedModel
     ) -> tuple[bool, dict[str, Change], dict[str, tuple[str, ...]]]:
-        """Run a pass, with barriers at tensors that it may not cross; whether it changed anything, and its changes."""
+        """Run a pass with barriers at the held tensors.
+
+        Returns whether it changed the model, its changes by module, and the modules that it fused.
+        """
         self.running = account.info.name
-        held = {value for name in account.held if (value := books.tensor(name)) is not None}
+        tensors = map(books.tensor, account.held)
+        held = {value for value in tensors if value is not None}
         try:
             with (
                 _barriers(books.model.graph, held),
-                without_defaults(books.model.graph) as give_defaults,
+                without_defaults(books.model.graph) as restore_defaults,
             ):
                 result = account.info.make()(books.model)
-            _take_barriers(result.model.graph)
-            give_defaults(result.model.graph)
+            _remove_barriers(result.model.graph)
+            restore_defaults(result.model.graph)
             books.model = result.model
             if isinstance(result, LibraryResult):
                 account.left = result.left
@@ -334,27 +342,24 @@ class Pipeline:
         except InputError:  # weights that cannot be read: no fault of the pass
             raise
         except Exception as error:
-            ran = [
-                earlier.info.name
-                for earlier in self._accounts
-                if earlier.seen >= 0 and not earlier.rolled_back
-            ]
+            finished = [one for one in self._accounts if one.seen >= 0 and not one.rolled_back]
+            ran = [one.info.name for one in finished]
             raise PassError(account.info.name, ran, error) from error
 
     @property
     def reports(self) -> tuple[PassReport, ...]:
-        """What each pass did."""
+        """The changes by each pass."""
         return tuple(
             PassReport(
-                a.info.name,
-                a.info.level,
-                dict(a.changes),
-                a.seconds,
-                dict(a.fused),
-                a.rolled_back,
-                dict(a.left),
+                name=account.info.name,
+                level=account.info.level,
+                modules=dict(account.changes),
+                seconds=account.seconds,
+                fused=dict(account.fused),
+                rolled_back=account.rolled_back,
+                left=dict(account.left),
             )
-            for a in self._accounts
+            for account in self._accounts
         )
 
 
@@ -364,29 +369,27 @@ def _barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> Iterator[None]:
     domain, operator = _BARRIER
     try:
         for value in values:
-            readers = list(value.uses())
+            uses = list(value.uses())
             barrier = ir.node(operator, [value], domain=domain)
             behind = barrier.outputs[0]
             behind.shape, behind.type, behind.name = value.shape, value.type, f"{value.name}_behind"
-            for node, place in readers:  # a result of the model stays one
-                node.replace_input_with(place, behind)
+            for node, position in uses:  # an output of the model stays one
+                node.replace_input_with(position, behind)
             insert_behind(graph, value, barrier)
         graph.opset_imports[domain] = 1
         yield
     finally:
-        _take_barriers(graph)
+        _remove_barriers(graph)
 
 
-def _take_barriers(graph: ir.Graph) -> None:
-    """Remove every barrier from a graph, also from one that a pass returns in place of its own."""
+def _remove_barriers(graph: ir.Graph) -> None:
+    """Remove every barrier from a graph, also from a new graph that a pass returns."""
     for node in list(graph):
         if (node.domain, node.op_type) != _BARRIER:
             continue
         value = node.inputs[0]
-        if value is None or not replace_with(
-            node.outputs[0], value
-        ):  # it became a result of the model
-            node.domain, node.op_type = "", "Identity"
-        else:
+        if value is not None and replace_with(node.outputs[0], value):
             graph.remove(node, safe=True)
+        else:  # its output became an output of the model
+            node.domain, node.op_type = "", "Identity"
     graph.opset_imports.pop(_BARRIER[0], None)

@@ -1,4 +1,4 @@
-"""What a pass is: its name and level, what it rewrites node by node, what it notes on nodes; and which there are."""
+"""Passes: names and levels, the registry, node by node rewriting, and notes on unchanged nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from htp_export.shapes.symbolic import Symbolic
 
 Level: TypeAlias = Literal["exact", "tolerant", "fused"]
 LEVELS: tuple[Level, ...] = ("exact", "tolerant", "fused")
-"""Effects of a pass on results: none; up to 1e-5; the same, with operators that only ONNX Runtime has."""
+"""Effects of a pass on results: none; up to 1e-5; likewise, with operators of ONNX Runtime only."""
 
 _FOLDER = "htp_export.capabilities.optimize.passes"
 
@@ -59,14 +59,14 @@ DEFAULT = (
 
 @dataclass(frozen=True)
 class PassInfo:
-    """A pass that can be named.
+    """A registered pass.
 
     Attributes:
         name: Its name.
-        level: What it may do to the results, one of `LEVELS`.
-        make: Makes the pass, without arguments.
-        after: The default pass after which it runs by default; None for those of `DEFAULT`, and for
-            passes that run only by name.
+        level: Its effect on the results, one of `LEVELS`.
+        make: Creates the pass, without arguments.
+        after: The default pass after which it runs by default; None for passes of `DEFAULT`, and
+            for passes that run only by name.
     """
 
     name: str
@@ -76,19 +76,22 @@ class PassInfo:
 
     @property
     def summary(self) -> str:
-        """What it does: the first line of its documentation."""
+        """The first line of its documentation."""
         return (self.make.__doc__ or "").strip().partition("\n")[0]
 
     @property
     def may_fail(self) -> bool:
-        """Whether the pass is undone if it fails, see `LibraryPass`; of any other pass, the error is raised."""
+        """Whether the pass is undone if it fails, see `LibraryPass`.
+
+        Other passes raise the error.
+        """
         return isinstance(self.make, type) and issubclass(self.make, LibraryPass)
 
     def applies(self, model: ir.Model) -> bool:
-        """Whether a model has what the pass requires, as far as it states that."""
-        return not (
-            isinstance(self.make, type) and issubclass(self.make, NodePass)
-        ) or self.make.applies(model)
+        """Whether a model meets the requirements of the pass, if the pass states any."""
+        if isinstance(self.make, type) and issubclass(self.make, NodePass):
+            return self.make.applies(model)
+        return True
 
 
 _registered: dict[str, PassInfo] = {}  # by ``register``
@@ -97,21 +100,21 @@ _Make = TypeVar("_Make", bound=Callable[[], ir.passes.PassBase])
 
 
 def register(name: str, level: Level, after: str | None = None) -> Callable[[_Make], _Make]:
-    """Make a pass known by a name; for a class, or a function without arguments, that makes an onnx_ir pass.
+    """Register a pass under a name: a class, or a function without arguments, that creates it.
 
-    The pass does not need to know about tags. It has to follow one rule: a node that stays computes
-    what it computed before. What computes something else is a new node, and uses the name of a
-    value only for that value.
+    The pass is an onnx_ir pass, and does not need to know about tags. It has to follow one rule: a
+    node that stays computes the same as before. A different computation needs a new node, and the
+    name of a value must not be used for another value.
 
     Args:
-        name: The name. A name that is registered again means the new pass.
+        name: The name. A pass that is registered again replaces the earlier one.
         level: ``"exact"`` if outputs stay the same bit for bit, ``"tolerant"`` if they may change
             by 1e-5, ``"fused"`` if the pass uses operators that only ONNX Runtime has.
         after: The default pass after which the new one runs by default; None to run it only by
             name.
 
     Raises:
-        InputError: If the level is none of these, or ``after`` is no default pass.
+        InputError: If the level has another value, or ``after`` is no default pass.
 
     Examples:
         >>> import onnx_ir as ir
@@ -140,7 +143,7 @@ def register(name: str, level: Level, after: str | None = None) -> Callable[[_Ma
 
 
 def available() -> dict[str, PassInfo]:
-    """Every pass by name, those of installed packages too.
+    """Every pass by name, also of installed packages.
 
     Their entry points, of the group ``htp_export.passes``, name a pass, or a module that registers
     passes.
@@ -153,51 +156,43 @@ def available() -> dict[str, PassInfo]:
         if name not in _registered:
             importlib.import_module(f"{_FOLDER}.{name}")
     for name, entry in plug_ins("passes").items():
-        loaded = entry.load() if name not in _registered else None
-        if (
-            isinstance(loaded, type)
-            and issubclass(loaded, ir.passes.PassBase)
-            and name not in _registered
-        ):
+        if name in _registered:
+            continue
+        loaded = entry.load()
+        is_pass = isinstance(loaded, type) and issubclass(loaded, ir.passes.PassBase)
+        if is_pass and name not in _registered:  # a module may register it when it is loaded
             register(name, getattr(loaded, "level", "tolerant"))(loaded)
     return dict(_registered)
 
 
 def find(name: str) -> PassInfo:
-    """The pass of a name.
+    """The pass with a name.
 
     Raises:
-        InputError: If there is none; the message lists those there are.
+        InputError: If there is none; the message lists all passes.
     """
-    known = _registered if name in _registered else available()
-    if name not in known:
-        raise InputError(f"no pass {name!r}; there are: {', '.join(sorted(known))}")
-    return known[name]
+    passes = _registered if name in _registered else available()
+    if name not in passes:
+        raise InputError(f"no pass {name!r}; there are: {', '.join(sorted(passes))}")
+    return passes[name]
 
 
 def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
     """The passes to run: ``"default"``, names with commas between them, or a list of names.
 
-    Among names, ``default`` means all default passes, without those that do more to the results
-    than the level allows.
+    Among names, ``default`` means all default passes up to the level.
 
     Raises:
-        InputError: If there is no such pass or level, or if a pass is named that does more than the
-            level allows.
+        InputError: If there is no such pass or level, or if a named pass is above the level.
     """
     if level not in LEVELS:
         raise InputError(f"level {level!r} is none of {', '.join(LEVELS)}")
     allowed = LEVELS[: LEVELS.index(level) + 1]
     chosen: list[PassInfo] = []
-    for name in map(str.strip, passes.split(",") if isinstance(passes, str) else passes):
+    names = passes.split(",") if isinstance(passes, str) else passes
+    for name in map(str.strip, names):
         if name == "default":
-            every = available().values()
-            in_order = (
-                info
-                for base in DEFAULT
-                for info in (find(base), *(i for i in every if i.after == base))
-            )
-            chosen += [info for info in in_order if info.level in allowed]
+            chosen += [info for info in _default_passes() if info.level in allowed]
             continue
         info = find(name)
         if info.level not in allowed:
@@ -210,13 +205,20 @@ def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
     return chosen
 
 
+def _default_passes() -> Iterator[PassInfo]:
+    """The default passes in order, each with the passes registered after it."""
+    every = available().values()
+    for name in DEFAULT:
+        yield find(name)
+        yield from (info for info in every if info.after == name)
+
+
 class NodePass(ir.passes.InPlacePass):
-    """Looks at the nodes of the main graph in order, and rewrites each where it can.
+    """Visits the nodes of the main graph in order, and rewrites each if possible.
 
     Attributes:
-        operators: What the pass requires: it looks at nodes of these operators of ONNX; if there
-            are none, at all.
-        opset: The lowest opset that it requires; in files of an older one it does nothing.
+        operators: The ONNX operators of the nodes that the pass visits; empty for all nodes.
+        opset: The lowest opset that it supports; in files of an older one it does nothing.
         graph: The graph, while the pass runs.
     """
 
@@ -226,7 +228,7 @@ class NodePass(ir.passes.InPlacePass):
 
     @classmethod
     def applies(cls, model: ir.Model) -> bool:
-        """Whether a model is of the opset, and has a node of the operators, that the pass requires.
+        """Whether a model has the opset that the pass requires, and a node of its operators.
 
         Examples:
             >>> class OfRelu(NodePass):
@@ -236,18 +238,18 @@ class NodePass(ir.passes.InPlacePass):
             True
         """
         graph = model.graph
-        return graph.opset_imports.get("", 1) >= cls.opset and any(
-            is_standard(n, *cls.operators) for n in graph
-        )
+        if graph.opset_imports.get("", 1) < cls.opset:
+            return False
+        return any(is_standard(node, *cls.operators) for node in graph)
 
     @cached_property
     def known(self) -> Symbolic:
-        """Shapes and types in the graph, as they were when they were first asked for."""
+        """Shapes and types in the graph, as of their first use."""
         return Symbolic(self.graph)
 
     @abc.abstractmethod
     def rewrite(self, node: ir.Node) -> bool:
-        """Rewrite a node, and what leads to it; whether anything was changed."""
+        """Rewrite a node and its producers, and return whether anything changed."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self.graph = model.graph
@@ -262,11 +264,17 @@ class NodePass(ir.passes.InPlacePass):
 
 
 class LibraryPass(ir.passes.InPlacePass):
-    """A pass whose work another library does: an error of it is no fault of the model, and the pass is undone then."""
+    """A pass that another library computes: if it raises an error, the pass is undone.
+
+    Such an error is no fault of the model.
+    """
 
 
 class LibraryResult(ir.passes.PassResult):
-    """The result of a `LibraryPass`; ``left`` has nodes that the library cannot handle → why they stay as they are."""
+    """The result of a `LibraryPass`.
+
+    ``left``: nodes that the library cannot handle → why they are unchanged.
+    """
 
     def __init__(self, model: ir.Model, modified: bool, left: Mapping[str, str]) -> None:
         super().__init__(model, modified)
@@ -274,9 +282,9 @@ class LibraryResult(ir.passes.PassResult):
 
 
 def absorbed(value: ir.Value | None, *op_types: str) -> ir.Node | None:
-    """The producer of a value, of these operators, that can go with the one consumer of the value.
+    """The producer of a value, of these operators, if the consumer of the value can absorb it.
 
-    None if anything else reads the value, or if a module takes or gives it.
+    None if the value has several consumers, or is an input or output of a module.
     """
     if value is None or is_boundary(value) or only_consumer(value) is None:
         return None
@@ -284,7 +292,7 @@ def absorbed(value: ir.Value | None, *op_types: str) -> ir.Node | None:
 
 
 def integers(node: ir.Node, numbers: Sequence[int], what: str) -> ir.Value:
-    """A new initializer of int64, named after the output of the node that is rewritten."""
+    """A new initializer of int64, named after the output of the rewritten node."""
     if node.graph is None:
         raise ValueError(f"{node.op_type} {node.name!r} is in no graph")
     return add_constant(node.graph, np.array(numbers, np.int64), f"{node.outputs[0].name}_{what}")
@@ -295,7 +303,7 @@ _KEY, _CHANGED = "htp_export.declined", "htp_export.changed"  # in a node's ``me
 
 @dataclass(frozen=True)
 class Declined:
-    """Nodes that a pass leaves as they are, and why."""
+    """Nodes that a pass leaves unchanged, and why."""
 
     kind: str  # a key of `htp_export.capabilities.forensics.finding.KINDS`, or the name of the pass
     nodes: tuple[ir.Node, ...]
@@ -304,15 +312,17 @@ class Declined:
 
 
 def decline(kind: str, nodes: Sequence[ir.Node], why: str) -> Literal[False]:
-    """Note on the last of some nodes why a pass leaves them unchanged; `htp_export.forensics` reports it.
+    """Record on the last node why a pass leaves some nodes unchanged.
 
-    False: so a `NodePass` says that it changed nothing.
+    `htp_export.forensics` reports it.
+
+    Returns False, as `NodePass.rewrite` does for an unchanged node.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x")])
         >>> decline("conv_relu", [relu], "other nodes read the result of the Conv")
         False
-        >>> [(each.kind, each.why) for each in declined([relu])]
+        >>> [(note.kind, note.why) for note in declined([relu])]
         [('conv_relu', 'other nodes read the result of the Conv')]
     """
     nodes[-1].meta.setdefault(_KEY, {})[kind] = Declined(kind, tuple(nodes), why)
@@ -320,14 +330,21 @@ def decline(kind: str, nodes: Sequence[ir.Node], why: str) -> Literal[False]:
 
 
 def changed(kind: str, node: ir.Node) -> Literal[True]:
-    """Note on a node, which a pass eliminates, its kind of finding; for passes that change several kinds of nodes."""
+    """Record the kind of finding on a node that a pass removes, if the pass has several kinds.
+
+    Returns True, as `NodePass.rewrite` does for a changed node.
+    """
     node.meta[_CHANGED] = kind
     return True
 
 
 def kind_of_change(nodes: Sequence[ir.Node]) -> str | None:
-    """What a pass noted on the last of some nodes that it eliminated; None if it noted nothing."""
-    return next((node.meta[_CHANGED] for node in reversed(nodes) if _CHANGED in node.meta), None)
+    """The kind that a pass recorded on the last of some removed nodes; None without a record."""
+    for node in reversed(nodes):
+        if _CHANGED in node.meta:
+            kind: str = node.meta[_CHANGED]
+            return kind
+    return None
 
 
 def declined(nodes: Sequence[ir.Node]) -> Iterator[Declined]:

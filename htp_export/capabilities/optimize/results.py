@@ -18,14 +18,13 @@ from htp_export.reporting.result import PlainData, Result, Table
 
 @dataclass(frozen=True)
 class Change:
-    """What a pass did to the nodes and weights of a module.
+    """The changes of the nodes and weights of a module by a pass.
 
     Attributes:
-        removed: Nodes that are gone.
-        changed: Nodes that stayed, and read other tensors, have other attributes, or do the work of
-            others, too.
-        added: Nodes that are new.
-        saved_bytes: By how many bytes its weights are fewer; negative where they are more.
+        removed: Removed nodes.
+        changed: Nodes that stayed and have other inputs or attributes, or replace other nodes, too.
+        added: New nodes.
+        saved_bytes: Bytes by which its weights shrank; negative if they grew.
     """
 
     removed: int = 0
@@ -38,7 +37,7 @@ class Change:
 
     @property
     def saved(self) -> int:
-        """By how many nodes there are fewer.
+        """The number of nodes that it has fewer.
 
         Examples:
             >>> (Change(removed=3, added=1) + Change(removed=1)).saved
@@ -49,19 +48,19 @@ class Change:
 
 @dataclass(frozen=True)
 class PassReport(PlainData):
-    """What one pass did, all rounds together.
+    """The changes by one pass, in all rounds together.
 
     Attributes:
         name: The pass.
-        level: What it may do to the results.
-        modules: Module path → what it did to nodes and weights of the module itself. A node of
-            several modules, and a weight that several modules read, counts once, at the deepest
-            module above all of them; so the numbers of a pass add up to the whole.
-        seconds: How long it took.
-        fused: Modules that were exact before and are fused since → the modules with which.
-        rolled_back: Why its work was undone; empty where it was not.
-        left: Nodes that the library that does its work cannot handle, and that stay as they are →
-            why.
+        level: Its effect on the results.
+        modules: Module path → the changes of nodes and weights of the module itself. A node or
+            weight of several modules counts once, at the deepest module above all of them; so the
+            numbers of a pass add up to the whole.
+        seconds: Its run time.
+        fused: Modules that were exact before and are fused since → the modules that they are
+            fused with.
+        rolled_back: Why it was undone; empty if it was not.
+        left: Nodes that its library cannot handle, and that are unchanged → why.
     """
 
     name: str
@@ -74,11 +73,11 @@ class PassReport(PlainData):
 
     @property
     def change(self) -> Change:
-        """What it did, over all modules."""
+        """The changes of all modules together."""
         return sum(self.modules.values(), Change())
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has."""
+        """The fields of `to_dict`."""
         return {
             **super().data(),
             "seconds": round(self.seconds, 4),
@@ -92,13 +91,13 @@ class Optimized(TaggedResult):
     """The result of `htp_export.optimize`.
 
     Attributes:
-        nodes_before: Number of nodes before, including those in subgraphs.
+        nodes_before: Number of nodes before, including nodes in subgraphs.
         nodes_after: Number of nodes after.
         passes: The passes that ran, in order.
         max_abs: The largest absolute difference of any output, with ``verify``; None without.
-        nan: Outputs that have NaN with and without the passes, with ``verify``: of these elements
-            nothing is known.
-        model: The optimised model.
+        nan: Outputs that have NaN with and without the passes, with ``verify``: the differences of
+            these elements are unknown.
+        model: The optimized model.
     """
 
     nodes_before: int
@@ -110,39 +109,40 @@ class Optimized(TaggedResult):
 
     @property
     def attribution(self) -> dict[str, Mapping[str, Change]]:
-        """Pass → module path → what the pass did to the module itself; see `PassReport`."""
+        """Pass → module path → the changes of the module itself; see `PassReport`."""
         return {report.name: report.modules for report in self.passes}
 
     @property
     def rolled_back(self) -> dict[str, str]:
-        """Passes whose work was undone → why."""
+        """Passes that were undone → why."""
         return {report.name: report.rolled_back for report in self.passes if report.rolled_back}
 
     @property
     def left(self) -> dict[str, str]:
-        """Nodes that the library behind a pass cannot handle, and that the pass left as they are → why."""
+        """Nodes that the library of a pass cannot handle, and that are unchanged → why."""
         return {name: why for report in self.passes for name, why in report.left.items()}
 
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:
-        """Modules that were exact and are fused now → the modules with which."""
+        """Modules that were exact and are fused now → the modules they are fused with."""
         return {path: others for report in self.passes for path, others in report.fused.items()}
 
     def below(self, path: str) -> dict[str, Change]:
-        """What each pass did to a module and everything below it; to the whole model for the root, ``""``."""
-        return {
-            name: sum(
-                (change for owner, change in by_module.items() if tags.is_under(owner, path)),
-                Change(),
-            )
-            for name, by_module in self.attribution.items()
-        }
+        """Pass → the changes of a module with its descendants.
+
+        The root, ``""``, is the whole model.
+        """
+        by_pass: dict[str, Change] = {}
+        for name, by_module in self.attribution.items():
+            owners = [owner for owner in by_module if tags.is_under(owner, path)]
+            by_pass[name] = sum((by_module[owner] for owner in owners), Change())
+        return by_pass
 
     def at_depth(self, depth: int) -> dict[str, dict[str, Change]]:
-        """Pass → module path → what the pass did to the module and everything below it, down to a depth; 0: the whole.
+        """Pass → module path → the changes of the module with its descendants, down to a depth.
 
-        What it did to a module above that depth itself has a line of its own, so that the numbers
-        add up.
+        Depth 0 is the whole model. The changes of a module above that depth itself have their own
+        line, so that the numbers add up.
 
         Raises:
             InputError: If the depth is negative.
@@ -160,13 +160,16 @@ class Optimized(TaggedResult):
 
     @property
     def summary(self) -> str:
-        """How many nodes there were and are, and how far the outputs moved where that was measured."""
+        """Numbers of nodes before and after, and the largest difference of outputs if known."""
         text = f"{self.nodes_before} nodes before, {self.nodes_after} after"
-        if self.max_abs is None:
-            return text
-        text += f"; outputs differ by {self.max_abs:.3g} at most"
-        nan = f"; of elements that are NaN before and after, in {', '.join(map(repr, self.nan))}, nothing is known"
-        return text + (nan if self.nan else "")
+        if self.max_abs is not None:
+            text += f"; outputs differ by {self.max_abs:.3g} at most"
+            if self.nan:
+                listed = ", ".join(map(repr, self.nan))
+                text += (
+                    f"; of elements that are NaN before and after, in {listed}, nothing is known"
+                )
+        return text
 
     def table(self) -> Table:
         """The passes."""
@@ -187,15 +190,15 @@ PASS_COLUMNS: tuple[Column[PassReport], ...] = (
         right=False,
     ),
 )
-"""What is known of each pass."""
+"""The columns of a pass."""
 
 
 @dataclass(frozen=True)
 class OptimizedModels(Result):
-    """What passes did to several models.
+    """The changes of several models by passes.
 
     Attributes:
-        models: Name of a model → what `htp_export.optimize` did to it.
+        models: Name of a model → the result of `htp_export.optimize`.
 
     Examples:
         >>> import onnx_ir as ir
@@ -217,7 +220,7 @@ class OptimizedModels(Result):
 
     @property
     def attribution(self) -> dict[str, dict[str, Change]]:
-        """Pass → model → what the pass did to it; passes in the order in which they ran."""
+        """Pass → model → the changes of the model; passes in the order of their first run."""
         by_pass: dict[str, dict[str, Change]] = {}
         for name, result in self.models.items():
             for report in result.passes:
@@ -226,21 +229,19 @@ class OptimizedModels(Result):
 
     @property
     def total(self) -> dict[str, Change]:
-        """Pass → what it did to all models together."""
+        """Pass → the changes of all models together."""
         return {name: sum(changes.values(), Change()) for name, changes in self.attribution.items()}
 
     @property
     def summary(self) -> str:
         """The result in one line."""
         results = self.models.values()
-        nodes = (
-            sum(result.nodes_before for result in results),
-            sum(result.nodes_after for result in results),
-        )
-        return f"{nodes[0]} nodes before, {nodes[1]} after, in {len(results)} models"
+        before = sum(result.nodes_before for result in results)
+        after = sum(result.nodes_after for result in results)
+        return f"{before} nodes before, {after} after, in {len(results)} models"
 
     def table(self) -> Table:
-        """Columns and lines: for each pass, the nodes that it saved in each model; then the nodes of each model."""
+        """Columns and lines: the nodes that each pass saved in each model, and totals."""
         lines: list[list[Any]] = []
         for name, total in self.total.items():
             if total != Change():

@@ -1,4 +1,4 @@
-"""Rotary position embedding, as models write it: ``x * cos + turned(x) * sin``."""
+"""Rotary position embedding in single nodes: ``x * cos + turned(x) * sin``."""
 
 from __future__ import annotations
 
@@ -17,76 +17,83 @@ from htp_export.shapes.symbolic import Symbolic
 
 
 class Rotation(NamedTuple):
-    """A rotation of the first features of a tensor; the others stay."""
+    """A rotation of the first features of a tensor; the others are unchanged."""
 
     source: ir.Value  # the tensor before
-    cos: ir.Value  # what the features are multiplied by: of batch, length and features
-    sin: ir.Value  # the same of the turned features
-    features: int  # how many features are rotated
-    # whether neighbouring features are a pair, and not the first half and the second
+    cos: ir.Value  # the factors of the features: of batch, length and features
+    sin: ir.Value  # the factors of the turned features
+    features: int  # the number of rotated features
+    # whether adjacent features are a pair; otherwise, a feature of each half
     interleaved: bool
 
 
 def match_rotation(
     queries: Placed, keys: Placed, known: Symbolic
 ) -> tuple[Placed, Placed, Rotation] | None:
-    """Queries and keys before the rotation that ``GroupQueryAttention`` can do, and this rotation; None if none."""
-    sources, rotations = [], []
+    """Queries and keys before a rotation of ``GroupQueryAttention``, and the rotation."""
+    sources: list[Placed] = []
+    rotations: list[Rotation] = []
     for placed in (queries, keys):
-        if (turning := _rotation(placed.value, known)) is None:
-            placed = placed.before_turning(known)
-            turning = _rotation(placed.value, known)
-        if turning is None:
+        rotation = _rotation(placed.value, known)
+        if rotation is None:
+            placed = placed.before_transpose(known)
+            rotation = _rotation(placed.value, known)
+        if rotation is None:
             return None
-        cos, sin = (
-            _without_heads(each, 1 if placed.is_turned else 2, known)
-            for each in (turning.cos, turning.sin)
-        )
+        heads_axis = 1 if placed.heads_first else 2
+        cos = _without_heads(rotation.cos, heads_axis, known)
+        sin = _without_heads(rotation.sin, heads_axis, known)
         if cos is None or sin is None:
             return None
-        sources.append(Placed(turning.source, placed.is_turned))
-        rotations.append(turning._replace(cos=cos, sin=sin))
-    rotation, other = rotations
-    _, cos, sin, features, interleaved = rotation
-    shape, *sizes = (known.shape(value) for value in rotation[:3])
-    if rotation[1:] != other[1:] or shape is None or sizes[0] is None or sizes[0] != sizes[1]:
+        sources.append(Placed(rotation.source, placed.heads_first))
+        rotations.append(rotation._replace(cos=cos, sin=sin))
+    first, second = rotations
+    if first[1:] != second[1:] or not _is_supported(first, known):
         return None
-    if sizes[0][-1:] != (features,) or features % 16 or shape[-1] % 16:  # type: ignore[operator]
-        return None
-    if not all(_stated_twice(each, known, interleaved) for each in (cos, sin)):
-        return None
-    return sources[0], sources[1], rotation
+    return sources[0], sources[1], first
+
+
+def _is_supported(rotation: Rotation, known: Symbolic) -> bool:
+    """Whether the operator can compute a rotation: tables of one shape, with each angle twice."""
+    shape = known.shape(rotation.source)
+    cos_shape, sin_shape = known.shape(rotation.cos), known.shape(rotation.sin)
+    if shape is None or cos_shape is None or cos_shape != sin_shape:
+        return False
+    if cos_shape[-1:] != (rotation.features,):
+        return False
+    # ONNX Runtime requires multiples of 16
+    if rotation.features % 16 or shape[-1] % 16:  # type: ignore[operator]
+        return False
+    tables = (rotation.cos, rotation.sin)
+    return all(_has_angles_twice(table, known, rotation.interleaved) for table in tables)
 
 
 def _rotation(value: ir.Value | None, known: Symbolic) -> Rotation | None:
-    """The rotation that a tensor is the result of."""
+    """The rotation whose result a tensor is, also of a part of the features."""
     shape, joined = known.shape(value), _joined(value, known)
-    # a part of the features stays
     if shape is not None and joined is not None and len(joined) == 2:
-        first, rest = _whole(joined[0], known), _part(joined[1], known)
-        if first is not None and rest is not None:
-            part = _part(first.source, known)
-            if part == (rest[0], 0, first.features, 1) and rest[1:] == (
-                first.features,
-                shape[-1],
-                1,
-            ):
-                return first._replace(source=rest[0])
+        rotated, rest = _whole(joined[0], known), _part(joined[1], known)
+        if rotated is not None and rest is not None:
+            source, features = rest[0], rotated.features
+            is_rest = rest[1:] == (features, shape[-1], 1)
+            if is_rest and _part(rotated.source, known) == (source, 0, features, 1):
+                return rotated._replace(source=source)
     return _whole(value, known)
 
 
 def _whole(value: ir.Value | None, known: Symbolic) -> Rotation | None:
+    """The rotation of all features whose result a tensor is."""
     shape, total = known.shape(value), producer_of(value, "Add")
     if shape is None or not isinstance(shape[-1], int) or total is None:
         return None
-    for plain, turning in (total.inputs, reversed(total.inputs)):
-        for turned, sin in _factors(turning):
-            found = _turned(turned, known)
-            if found is None:
+    for plain, turned_product in (total.inputs, reversed(total.inputs)):
+        for turned, sin in _factors(turned_product):
+            pairs = _turned(turned, known)
+            if pairs is None:
                 continue
-            source, interleaved = found
-            for other, cos in _factors(plain):
-                if other is source:
+            source, interleaved = pairs
+            for factor, cos in _factors(plain):
+                if factor is source:
                     return Rotation(source, cos, sin, shape[-1], interleaved)
     return None
 
@@ -100,37 +107,35 @@ def _factors(value: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
 
 
 def _turned(value: ir.Value, known: Symbolic) -> tuple[ir.Value, bool] | None:
-    """The tensor of which a tensor has the second features, negated, before the first; and if they are neighbours."""
+    """The tensor of whose pairs (a, b) a tensor has (-b, a), and whether pairs are adjacent."""
     shape, joined = known.shape(value), _joined(value, known)
-    if joined is None:
-        joined = _stacked(value, known)
-    if shape is None or not isinstance(shape[-1], int) or joined is None or len(joined) != 2:
+    is_interleaved = not joined
+    parts = _stacked(value, known) if joined is None else joined
+    if shape is None or not isinstance(shape[-1], int) or parts is None or len(parts) != 2:
         return None
-    second, first = _part(_negated(joined[0]), known), _part(joined[1], known)
+    second, first = _part(_negated(parts[0]), known), _part(parts[1], known)
     if first is None or second is None or first[0] is not second[0]:
         return None
     half, last = shape[-1] // 2, shape[-1]
-    if first[1:] == (0, half, 1) and second[1:] == (half, last, 1) and _joined(value, known):
-        return first[0], False
-    if first[1:] == (0, last, 2) and second[1:] == (1, last, 2) and not _joined(value, known):
-        return first[0], True
-    return None
+    if is_interleaved:
+        are_pairs = first[1:] == (0, last, 2) and second[1:] == (1, last, 2)
+    else:
+        are_pairs = first[1:] == (0, half, 1) and second[1:] == (half, last, 1)
+    return (first[0], is_interleaved) if are_pairs else None
 
 
 def _joined(value: ir.Value | None, known: Symbolic) -> list[ir.Value] | None:
-    """The tensors that are joined along the last dimension."""
+    """The tensors that are concatenated along the last axis."""
     node, rank = producer_of(value, "Concat"), known.rank(value)
-    if (
-        node is None
-        or rank is None
-        or normalized(node.attributes["axis"].as_int(), rank) != rank - 1
-    ):
+    if node is None or rank is None:
         return None
-    return [each for each in node.inputs if each is not None]
+    if normalized(node.attributes["axis"].as_int(), rank) != rank - 1:
+        return None
+    return [part for part in node.inputs if part is not None]
 
 
 def _stacked(value: ir.Value | None, known: Symbolic) -> list[ir.Value] | None:
-    """The tensors of whose features a tensor has one of each in turn: stacked along a new last dimension."""
+    """The tensors whose features a tensor has in turn: stacked along a new axis, then flattened."""
     node, flat = producer_of(value, "Reshape"), known.shape(value)
     shape = known.shape(node.inputs[0]) if node is not None else None
     if node is None or shape is None or flat is None or flat[:-1] != shape[:-2]:
@@ -147,71 +152,68 @@ def _negated(value: ir.Value) -> ir.Value | None:
 
 
 def _part(value: ir.Value | None, known: Symbolic) -> tuple[ir.Value, int, int, int] | None:
-    """The tensor of whose last dimension a tensor is a part: its start, end and step there."""
+    """The tensor of whose last axis a tensor is a slice, and the start, end and step there."""
     part = part_of(value, known)
     if part is None or part.step < 1 or known.rank(part.source) != part.axis + 1:
         return None
     return part.source, part.start, part.end, part.step
 
 
-def _without_heads(value: ir.Value, heads: int, known: Symbolic) -> ir.Value | None:
-    """What rotates all heads alike, of batch, length and features; or with a dimension of 1, the heads' one, if so."""
+def _without_heads(value: ir.Value, heads_axis: int, known: Symbolic) -> ir.Value | None:
+    """The factors of a rotation that is the same for all heads, without the axis of the heads.
+
+    The axis stays, with size 1, if no ``Unsqueeze`` added it.
+    """
     shape, node = known.shape(value), producer_of(value, "Unsqueeze")
-    if shape is None or len(shape) != 4 or shape[heads] != 1:
+    if shape is None or len(shape) != 4 or shape[heads_axis] != 1:
         return None
     axes = axes_of(node, known) if node is not None else None
-    return (
-        node.inputs[0]
-        if node is not None and axes is not None and [axis % 4 for axis in axes] == [heads]
-        else value
-    )
+    if node is None or axes is None or [axis % 4 for axis in axes] != [heads_axis]:
+        return value
+    return node.inputs[0]
 
 
-def _stated_twice(value: ir.Value | None, known: Symbolic, interleaved: bool) -> bool:
-    """Whether the first half of a tensor's features is equal to the second; interleaved: each one to its neighbour."""
+def _has_angles_twice(value: ir.Value | None, known: Symbolic, interleaved: bool) -> bool:
+    """Whether a table has each angle twice: in both halves; if interleaved, side by side."""
+    # exports have fewer nodes here; the bound ends long chains of copies
     for _ in range(16):
         node = producer_of(
             value, "Cos", "Sin", "Cast", "Mul", "Div", "Identity", "Concat", "Reshape", "Unsqueeze"
         )
         if node is None:
             return False
+        if node.op_type == "Concat":
+            halves = _joined(node.outputs[0], known)
+            return not interleaved and _are_equal_pair(halves)
+        if node.op_type == "Reshape":
+            return interleaved and _repeats_features(node, known)
         if node.op_type in ("Mul", "Div"):
-            scalars = [constant_array(each, 1) for each in node.inputs]
-            value = next(
-                (x for x, number in zip(node.inputs, scalars, strict=True) if number is None), None
-            )
-            if sum(number is not None for number in scalars) != 1:
+            computed = [arg for arg in node.inputs if constant_array(arg, 1) is None]
+            if len(node.inputs) - len(computed) != 1:
                 return False
-        elif node.op_type == "Concat":
-            joined = _joined(node.outputs[0], known)
-            return (
-                not interleaved
-                and joined is not None
-                and len(joined) == 2
-                and joined[0] is joined[1]
-            )
-        elif node.op_type == "Reshape":
-            return interleaved and _repeated(node, known)
+            value = computed[0] if computed else None
         else:
-            shapes = [known.shape(each) for each in (node.inputs[0], node.outputs[0])]
-            if shapes[0] is None or shapes[1] is None or shapes[0][-1] != shapes[1][-1]:
+            before, after = known.shape(node.inputs[0]), known.shape(node.outputs[0])
+            if before is None or after is None or before[-1] != after[-1]:
                 return False
             value = node.inputs[0]
     return False
 
 
-def _repeated(node: ir.Node, known: Symbolic) -> bool:
-    """Whether a ``Reshape`` joins two equal neighbours of each feature: an expanded last dimension, or two stacked."""
+def _are_equal_pair(parts: list[ir.Value] | None) -> bool:
+    return parts is not None and len(parts) == 2 and parts[0] is parts[1]
+
+
+def _repeats_features(node: ir.Node, known: Symbolic) -> bool:
+    """Whether a ``Reshape`` flattens a last axis of two equal elements: expanded, or stacked."""
     stacked = _stacked(node.outputs[0], known)
     if stacked is not None:
-        return len(stacked) == 2 and stacked[0] is stacked[1]
+        return _are_equal_pair(stacked)
     expand = producer_of(node.inputs[0], "Expand", "Tile")
-    before, after = (
-        (known.shape(expand.inputs[0]), known.shape(expand.outputs[0])) if expand else (None, None)
-    )
-    flat = known.shape(node.outputs[0])
-    if before is None or after is None or flat is None:
+    if expand is None:
         return False
-    return (
-        before[-1] == 1 and after[-1] == 2 and len(before) == len(after) and flat[:-1] == after[:-2]
-    )
+    before, after = known.shape(expand.inputs[0]), known.shape(expand.outputs[0])
+    flat = known.shape(node.outputs[0])
+    if before is None or after is None or flat is None or len(before) != len(after):
+        return False
+    return before[-1] == 1 and after[-1] == 2 and flat[:-1] == after[:-2]

@@ -1,1 +1,1 @@
-"""Weights that become zero, and channels, heads and residual blocks that are cut out."""
+"""Pruning: zeros in weights, and channels, attention heads and residual blocks that are removed."""

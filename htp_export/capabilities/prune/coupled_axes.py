@@ -1,8 +1,8 @@
-"""Which axes of the tensors around a node have the same channels: if one is cut, the others have to be.
+"""Axes of the tensors around a node that have the same channels: they can only be cut together.
 
 A rule takes a node and yields groups of axes, most as equations of ``Einsum``: axes with the same
-letter are a group. An axis that a node sums over, and that nothing else has, is a group of its own.
-Axes in no group cannot be cut.
+letter are a group. An axis that a node sums over, and that no other tensor has, is a group of its
+own. Axes in no group cannot be cut.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Axis: TypeAlias = tuple[ir.Value, int]
 """A tensor and one of its axes, from 0."""
 
 Group: TypeAlias = Mapping[Axis, tuple[int, int]]
-"""Axes with the same channels: axis → how often the channels repeat, and neighbours with one channel.
+"""Axes with the same channels: axis → repetitions of the channels, and adjacent indices of each.
 
 An axis with (2, 3) and two channels is ``aaabbbaaabbb``: the shape [2, channels, 3], flattened.
 Most have (1, 1).
@@ -35,17 +35,17 @@ Values: TypeAlias = Sequence[ir.Value | None]
 Rule: TypeAlias = Callable[[ir.Node, Symbolic], Iterator[Group]]
 
 RECURRENT = {"LSTM": 4, "GRU": 3, "RNN": 1}
-"""Recurrent operator → the gates of a hidden unit, which have rows of the weights."""
+"""Recurrent operator → the gates of a hidden unit; each gate has a row of the weights."""
 
-_ONE_EACH = 1, 1  # no repetition, and one neighbour, see `Group`
+_ONE_EACH = 1, 1  # no repetition, and one index for each channel, see `Group`
 _LETTERS = string.ascii_letters
-_ALONE = "."  # in an equation, an axis that stands in no group
+_ALONE = "."  # in an equation, an axis in no group
 
 _LIKE_FIRST = """
-Abs Acos Acosh Asin Asinh Atan Atanh Cast Ceil Celu Clip Cos Cosh Dropout Elu Erf Exp Floor Gelu HardSigmoid HardSwish
-Identity IsInf IsNaN LeakyRelu Log LogSoftmax Mish Neg Not Reciprocal Relu Round Selu Shrink Sigmoid Sign Sin Sinh
-Softmax Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu com.microsoft::Gelu com.microsoft::FastGelu
-com.microsoft::QuickGelu Expand
+Abs Acos Acosh Asin Asinh Atan Atanh Cast Ceil Celu Clip Cos Cosh Dropout Elu Erf Exp Floor Gelu
+HardSigmoid HardSwish Identity IsInf IsNaN LeakyRelu Log LogSoftmax Mish Neg Not Reciprocal Relu
+Round Selu Shrink Sigmoid Sign Sin Sinh Softmax Softplus Softsign Sqrt Swish Tan Tanh
+ThresholdedRelu com.microsoft::Gelu com.microsoft::FastGelu com.microsoft::QuickGelu Expand
 """.split()  # noqa: SIM905 - as a list of strings it would fill the screen
 _POOLS = (
     "AveragePool",
@@ -57,16 +57,16 @@ _POOLS = (
     "Resize",
 )
 _REDUCTIONS = (
-    "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum",
-    "ReduceLogSumExp", "ReduceSumSquare",
+    "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd",
+    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare",
 )  # fmt: skip
 
 
 def groups_of(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     """The groups of axes of a node; none for an operator without a rule.
 
-    Operators that give an axis another place or length (`Reshape`, `Concat`, `Split`, `Slice`) have
-    only those groups that stay; see ``coupling``.
+    Of operators that move an axis or change its length (`Reshape`, `Concat`, `Split`, `Slice`),
+    only the unchanged axes are in groups; `Coupling` follows the others.
 
     Examples:
         >>> x, w = ir.val("x", ir.DataType.FLOAT, [2, 3]), ir.val("w", ir.DataType.FLOAT, [3, 4])
@@ -90,7 +90,7 @@ def _rank(shapes: Symbolic, value: ir.Value | None) -> int:
 
 
 def _by_letters(values: Values, equations: Sequence[str]) -> Iterator[Group]:
-    """The axes of values with the same letter, for a word of letters for each value."""
+    """The axes of values with the same letter, from a word of letters for each value."""
     groups: dict[str, dict[Axis, tuple[int, int]]] = {}
     for value, letters in zip(values, equations, strict=False):
         for axis, letter in enumerate(letters if value is not None else ""):
@@ -101,9 +101,11 @@ def _by_letters(values: Values, equations: Sequence[str]) -> Iterator[Group]:
 
 def _from_right(values: Values, shapes: Symbolic, skipped: int = 0) -> Iterator[Group]:
     """Axes that are broadcast together, counted from the last one."""
-    present = [(value, _rank(shapes, value)) for value in values if value is not None]
-    for place in range(1 + skipped, max((rank for _, rank in present), default=0) + 1):
-        yield {(value, rank - place): _ONE_EACH for value, rank in present if rank >= place}
+    ranks = {value: _rank(shapes, value) for value in values if value is not None}
+    for distance in range(1 + skipped, max(ranks.values(), default=0) + 1):
+        yield {
+            (value, rank - distance): _ONE_EACH for value, rank in ranks.items() if rank >= distance
+        }
 
 
 def _elementwise(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -124,10 +126,9 @@ def _cast_like(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 
 
 def _alone(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
-    """What an operator reads the size of, or makes without reading a tensor."""
-    yield from _each_alone(
-        node.inputs[0] if operator_of(node) in SIZES_ONLY else node.outputs[0], shapes
-    )
+    """Axes of a tensor of which only the sizes are used, or that has no tensor as its source."""
+    value = node.inputs[0] if operator_of(node) in SIZES_ONLY else node.outputs[0]
+    yield from _each_alone(value, shapes)
 
 
 def _each_alone(value: ir.Value | None, shapes: Symbolic) -> Iterator[Group]:
@@ -157,20 +158,19 @@ def _convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     x, weight = node.inputs[:2]
     values = [x, weight, node.outputs[0], *node.inputs[2:3]]
     if node.attributes.get_int("group", 1) == 1:
-        yield from _by_letters(
-            values, ["bi", "io" if node.op_type == "ConvTranspose" else "oi", "bo", "o"]
-        )
+        weight_axes = "io" if node.op_type == "ConvTranspose" else "oi"
+        yield from _by_letters(values, ["bi", weight_axes, "bo", "o"])
     else:
         yield from _by_letters(values, ["b", "", "b"])
         yield from _grouped_convolution(node, shapes)
 
 
 def _batch_norm(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
-    letters = _LETTERS[: _rank(shapes, node.inputs[0])]
-    vectors = [letters[1:2]] * len(node.inputs[1:])
-    yield from _by_letters(
-        [node.inputs[0], node.outputs[0], *node.inputs[1:]], [letters, letters, *vectors]
-    )
+    x, *vectors = node.inputs
+    letters = _LETTERS[: _rank(shapes, x)]
+    channels = letters[1:2]
+    words = [letters, letters, *[channels] * len(vectors)]
+    yield from _by_letters([x, node.outputs[0], *vectors], words)
 
 
 def _first_two(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -180,9 +180,8 @@ def _first_two(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 def _transpose(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     letters = _LETTERS[: _rank(shapes, node.inputs[0])]
     order = node.attributes.get_ints("perm") or range(len(letters) - 1, -1, -1)
-    yield from _by_letters(
-        [node.inputs[0], node.outputs[0]], [letters, "".join(letters[axis] for axis in order)]
-    )
+    permuted = "".join(letters[axis] for axis in order)
+    yield from _by_letters([node.inputs[0], node.outputs[0]], [letters, permuted])
 
 
 def _reduction(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -192,70 +191,75 @@ def _reduction(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
         listed = shapes.constant(node.inputs[1])
         if listed is None:
             return
-    reduced = {axis % len(letters) for axis in listed} if listed else set(range(len(letters)))
-    left = _ALONE if node.attributes.get_int("keepdims", 1) else ""
-    kept = "".join(left if axis in reduced else letter for axis, letter in enumerate(letters))
-    yield from _by_letters([node.inputs[0], node.outputs[0]], [letters, kept])
+    reduced = {axis % len(letters) for axis in listed or range(len(letters))}
+    keeps_axes = node.attributes.get_int("keepdims", 1) != 0
+    reduced_letter = _ALONE if keeps_axes else ""
+    word = ""
+    for axis, letter in enumerate(letters):
+        word += reduced_letter if axis in reduced else letter
+    yield from _by_letters([node.inputs[0], node.outputs[0]], [letters, word])
 
 
 def _gather(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
-    rank, width = (_rank(shapes, value) for value in node.inputs[:2])
-    at = node.attributes.get_int("axis", 0) % max(rank, 1)
-    indices = _LETTERS[rank : rank + width]
-    before, behind = _LETTERS[:at], _LETTERS[at + 1 : rank]
-    words = [before + _ALONE + behind if rank else "", indices, before + indices + behind]
+    rank, indices_rank = (_rank(shapes, value) for value in node.inputs[:2])
+    axis = node.attributes.get_int("axis", 0) % max(rank, 1)
+    indices = _LETTERS[rank : rank + indices_rank]
+    before, after = _LETTERS[:axis], _LETTERS[axis + 1 : rank]
+    words = [before + _ALONE + after if rank else "", indices, before + indices + after]
     yield from _by_letters([*node.inputs[:2], node.outputs[0]], words)
 
 
 def _gather_nd(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
-    rank, width = (_rank(shapes, value) for value in node.inputs[:2])
-    given = shapes.shape(node.inputs[1])
-    if (
-        given
-        and isinstance(depth := given[-1], int)
-        and not node.attributes.get_int("batch_dims", 0)
-    ):
-        indices, behind = _LETTERS[: width - 1], _LETTERS[width : width + rank - depth]
-        yield from _by_letters(
-            [*node.inputs[:2], node.outputs[0]],
-            [_ALONE * depth + behind, indices + _ALONE, indices + behind],
-        )
+    rank, indices_rank = (_rank(shapes, value) for value in node.inputs[:2])
+    indices_shape = shapes.shape(node.inputs[1])
+    if not indices_shape or node.attributes.get_int("batch_dims", 0) != 0:
+        return
+    depth = indices_shape[-1]
+    if not isinstance(depth, int):
+        return
+    indices = _LETTERS[: indices_rank - 1]
+    after = _LETTERS[indices_rank : indices_rank + rank - depth]
+    words = [_ALONE * depth + after, indices + _ALONE, indices + after]
+    yield from _by_letters([*node.inputs[:2], node.outputs[0]], words)
 
 
 def gathered(node: ir.Node, shapes: Symbolic) -> tuple[int, Array] | None:
-    """The axis along which a Gather or GatherND takes known indices, and these, from 0; None if it takes no axis so."""
-    table, given = (shapes.shape(value) for value in node.inputs[:2])
-    if not table or not given or node.attributes.get_int("batch_dims", 0) != 0:
+    """The axis that a Gather or GatherND indexes, and its constant indices, from 0.
+
+    None if the indices are computed, or index several axes.
+    """
+    table, index_shape = (shapes.shape(value) for value in node.inputs[:2])
+    if not table or not index_shape or node.attributes.get_int("batch_dims", 0) != 0:
         return None
-    at = node.attributes.get_int("axis", 0) % len(table)
+    axis = node.attributes.get_int("axis", 0) % len(table)
     value = node.inputs[1]
     tensor = None if value is None else stored_tensor(value)
     numbers = shapes.constant(value) if tensor is None else tensor.numpy()
-    if (
-        numbers is None
-        or not isinstance(length := table[at], int)
-        or not all(isinstance(size, int) for size in given)
-    ):
+    length = table[axis]
+    sizes = [size for size in index_shape if isinstance(size, int)]
+    if numbers is None or not isinstance(length, int) or len(sizes) < len(index_shape):
         return None
-    indices = np.asarray(numbers, np.int64).reshape([int(str(size)) for size in given]) % length
-    if node.op_type == "GatherND":
-        return (at, indices[..., 0]) if indices.shape[-1] == 1 else None
-    return at, indices
+    indices = np.asarray(numbers, np.int64).reshape(sizes) % length
+    if node.op_type == "Gather":
+        return axis, indices
+    return (axis, indices[..., 0]) if indices.shape[-1] == 1 else None
 
 
 def _beside(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     """All axes but the one that is split, sliced or concatenated."""
     changed = changed_axes(node, shapes)
-    values = [*(node.inputs if node.op_type == "Concat" else node.inputs[:1]), *node.outputs]
-    letters = _LETTERS[: _rank(shapes, node.inputs[0])] if changed is not None else ""
-    word = "".join(
-        _ALONE if axis in (changed or ()) else letter for axis, letter in enumerate(letters)
-    )
+    if changed is None:
+        return
+    word = ""
+    for axis, letter in enumerate(_LETTERS[: _rank(shapes, node.inputs[0])]):
+        word += _ALONE if axis in changed else letter
+    sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+    values = [*sources, *node.outputs]
     yield from _by_letters(values, [word] * len(values))
 
 
 def changed_axes(node: ir.Node, shapes: Symbolic) -> list[int] | None:
-    """The axes that a Concat, Split or Slice changes; None if that is not known."""
+    """The axes that a Concat, Split or Slice changes; None if they are computed."""
     if node.op_type == "Slice":
         return sliced_axes(node, shapes)
     rank = _rank(shapes, node.inputs[0])
@@ -263,7 +267,7 @@ def changed_axes(node: ir.Node, shapes: Symbolic) -> list[int] | None:
 
 
 def slice_start(node: ir.Node, axis: int, shapes: Symbolic, size: int) -> int | None:
-    """The first index of a slice with steps of 1 along an axis; None if it is computed or has other steps."""
+    """The first index of a slice along an axis; None if it is computed, or if the step is not 1."""
     bounds = slice_bounds(node, shapes)
     if bounds is None or bounds[axis][2] != 1:
         return None
@@ -273,14 +277,15 @@ def slice_start(node: ir.Node, axis: int, shapes: Symbolic, size: int) -> int | 
 
 def _pad(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     rank = _rank(shapes, node.inputs[0])
-    pads = node.attributes.get_ints("pads") or (
-        shapes.constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    )
-    if pads is not None and len(pads) == 2 * rank:
-        word = "".join(
-            _ALONE if pads[axis] or pads[axis + rank] else _LETTERS[axis] for axis in range(rank)
-        )
-        yield from _by_letters([node.inputs[0], node.outputs[0]], [word, word])
+    pads: Sequence[int] | None = node.attributes.get_ints("pads")
+    if not pads and len(node.inputs) > 1:
+        pads = shapes.constant(node.inputs[1])
+    if pads is None or len(pads) != 2 * rank:
+        return
+    word = ""
+    for axis in range(rank):
+        word += _ALONE if pads[axis] or pads[axis + rank] else _LETTERS[axis]
+    yield from _by_letters([node.inputs[0], node.outputs[0]], [word, word])
 
 
 def _einsum(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -291,12 +296,15 @@ def _einsum(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 
 
 def is_cut_by_groups(node: ir.Node, shapes: Symbolic) -> bool:
-    """Whether whole groups of a convolution are cut out, as each has one channel on a side; else some of each."""
+    """Whether a convolution loses whole groups, as each has one channel on a side.
+
+    Otherwise each group loses some of its channels.
+    """
     return 1 in _sizes_of_group(node, shapes)
 
 
 def _sizes_of_group(node: ir.Node, shapes: Symbolic) -> tuple[int, int]:
-    """The channels that a group of a convolution reads, and those that it computes; 0 for an unknown number."""
+    """The channels of the input and of the result in a group of a convolution; 0 if unknown."""
     group = node.attributes.get_int("group", 1)
     found = [shapes.shape(value) for value in (node.inputs[0], node.outputs[0])]
     sizes = [shape[1] if shape else 0 for shape in found]
@@ -314,12 +322,12 @@ def _grouped_convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     assert weight is not None
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     results: list[Axis] = [(y, 1)] if bias is None else [(y, 1), (bias, 0)]
-    turned = node.op_type == "ConvTranspose"
+    is_transposed = node.op_type == "ConvTranspose"
     if is_cut_by_groups(node, shapes):
-        yield {(x, 1): (1, read), (weight, 0): (1, read if turned else computed)} | dict.fromkeys(
-            results, (1, computed)
-        )
-    elif turned:
+        rows = read if is_transposed else computed
+        inputs = {(x, 1): (1, read), (weight, 0): (1, rows)}
+        yield inputs | dict.fromkeys(results, (1, computed))
+    elif is_transposed:
         yield {(x, 1): (group, 1), (weight, 0): (group, 1)}
         yield {(weight, 1): (1, 1)} | dict.fromkeys(results, (group, 1))
     else:
@@ -328,7 +336,12 @@ def _grouped_convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 
 
 def _recurrent(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
-    """What is read, and the hidden states; weights have rows of all gates, biases those of both products."""
+    """The channels of the input, and the channels of the hidden state.
+
+    Weights and biases have a row for each gate of a hidden unit.
+    """
+    if node.attributes.get_int("layout", 0) != 0:  # ONNX Runtime has no other
+        return
     gates = RECURRENT[node.op_type]
     values = [*node.inputs, *[None] * (8 - len(node.inputs))]
     x, w, r, b, _, h, c, peepholes = values
@@ -336,15 +349,15 @@ def _recurrent(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
         (w, 1, gates),
         (r, 1, gates),
         (r, 2, 1),
-        (b, 1, 2 * gates),
+        (b, 1, 2 * gates),  # of the input, and of the hidden state
         (h, 2, 1),
         (c, 2, 1),
-        (peepholes, 1, 3),
+        (peepholes, 1, 3),  # of three gates
     ]
-    hidden += [(value, 3 if place == 0 else 2, 1) for place, value in enumerate(node.outputs)]
-    if node.attributes.get_int("layout", 0) == 0:  # ONNX Runtime has no other
-        yield {(value, axis): (1, 1) for value, axis in ((x, 2), (w, 2)) if value is not None}
-        yield {(value, axis): (times, 1) for value, axis, times in hidden if value is not None}
+    # the output of all steps has an axis more than the last states
+    hidden += [(value, 3 if position == 0 else 2, 1) for position, value in enumerate(node.outputs)]
+    yield {(value, axis): _ONE_EACH for value, axis in ((x, 2), (w, 2)) if value is not None}
+    yield {(value, axis): (times, 1) for value, axis, times in hidden if value is not None}
 
 
 def _depth_to_space(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -352,11 +365,10 @@ def _depth_to_space(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     assert x is not None
     times = node.attributes.get_int("blocksize", 1) ** 2
     tile = (1, times) if node.attributes.get_string("mode", "DCR") == "CRD" else (times, 1)
-    yield (
-        {(x, 1): _ONE_EACH, (y, 1): tile}
-        if node.op_type == "SpaceToDepth"
-        else {(x, 1): tile, (y, 1): _ONE_EACH}
-    )
+    if node.op_type == "SpaceToDepth":
+        yield {(x, 1): _ONE_EACH, (y, 1): tile}
+    else:
+        yield {(x, 1): tile, (y, 1): _ONE_EACH}
 
 
 _RULES: Mapping[str, Rule] = {

@@ -1,4 +1,4 @@
-"""What was removed of each module of a model, drawn for a notebook."""
+"""The removed weights by module, drawn for a notebook."""
 
 from htp_export.reporting.module_table import render_modules as drawn
 

@@ -1,4 +1,4 @@
-"""Matrices of linear layers as products of two smaller ones, by their largest singular values."""
+"""Matrices of linear layers as products of two smaller ones, from their largest singular values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLAGS = ("transA", "transB")
 
 @dataclass(frozen=True)
 class Factors:
-    """The two matrices that a weight was replaced by; the first is multiplied with the input."""
+    """The two matrices that replace a weight; the first is multiplied with the input."""
 
     rank: int
     values: tuple[ir.Value, ...]
@@ -47,41 +47,42 @@ def factors_of(matrix: Array, rank: int) -> tuple[Array, Array]:
     """
     left, singular, right = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
     roots = np.sqrt(singular[:rank])
-    return (left[:, :rank] * roots).astype(matrix.dtype), (roots[:, None] * right[:rank]).astype(
-        matrix.dtype
-    )
+    first, second = left[:, :rank] * roots, roots[:, None] * right[:rank]
+    return first.astype(matrix.dtype), second.astype(matrix.dtype)
 
 
 def factorise(
     tagged: TaggedModel, values: Mapping[Weight, Sparsity]
 ) -> tuple[dict[Weight, Factors], dict[Weight, str]]:
-    """Replace weights by products of two smaller matrices, in place; and say why others were not replaced.
+    """Replace weights by products of two smaller matrices, in place.
+
+    And why others are not replaced.
 
     Each product with such a weight becomes two, both with the tags that it had; a bias stays at the
     second one.
     """
-    reasons = {
-        weight: reason
-        for weight, value in values.items()
-        if (reason := why_not(tagged, weight, value))
-    }
+    reasons: dict[Weight, str] = {}
+    for weight, value in values.items():
+        reason = why_not(tagged, weight, value)
+        if reason:
+            reasons[weight] = reason
     names, places = Names(tagged.model), ParameterPlaces(tagged, WeightSources(tagged))
-    found, parameters = {}, {}
-    for weight, value in counted(
-        [item for item in values.items() if item[0] not in reasons], "weights"
-    ):
-        shape, rank = weight.shape, _rank(weight.shape, value)
-        found[weight] = _replace(tagged, weight, rank, names)
-        # the axes with the size of the rank, in each of the two
-        inner = weight.uses[0].channels, weight.reduced
-        shapes = [
-            tuple(rank if axis == at else size for axis, size in enumerate(shape)) for at in inner
-        ]
-        parameters[weight.value] = shape, dict(zip(("_a", "_b"), shapes, strict=True))
-    if found:
+    factors, parameters = {}, {}
+    replaceable = [weight for weight in values if weight not in reasons]
+    for weight in counted(replaceable, "weights"):
+        shape, rank = weight.shape, _rank(weight.shape, values[weight])
+        factors[weight] = _replace(tagged, weight, rank, names)
+        # the axis with the size of the rank differs between the two
+        shapes: dict[str, ParameterShape] = {}
+        for suffix, rank_axis in (("_a", weight.uses[0].channels), ("_b", weight.reduced)):
+            sizes = list(shape)
+            sizes[rank_axis] = rank
+            shapes[suffix] = tuple(sizes)
+        parameters[weight.value] = shape, shapes
+    if factors:
         change_parameters(tagged, places, parameters)
         remove_unused(tagged.model)
-    return found, reasons
+    return factors, reasons
 
 
 def _rank(shape: ParameterShape, value: Sparsity) -> int:
@@ -89,7 +90,7 @@ def _rank(shape: ParameterShape, value: Sparsity) -> int:
 
 
 def why_not(tagged: TaggedModel, weight: Weight, value: Sparsity) -> str:
-    """Why a weight cannot be replaced by a product of matrices of a rank; nothing if it can."""
+    """Why a weight cannot be replaced by a product of matrices of a rank; empty if it can."""
     if len(weight.shape) != 2 or any(operator_of(use.node) not in _PRODUCTS for use in weight.uses):
         listed = ", ".join(dict.fromkeys(use.node.op_type for use in weight.uses))
         return f"{listed} does not multiply with a matrix"
@@ -105,14 +106,14 @@ def why_not(tagged: TaggedModel, weight: Weight, value: Sparsity) -> str:
     return ""
 
 
-def _is_turned(use: Product) -> bool:
-    """Whether a product reads (channels, summed) instead of (summed, channels)."""
+def _is_transposed(use: Product) -> bool:
+    """Whether a product has a factor of the layout (channels, summed), not (summed, channels)."""
     return bool(use.node.attributes.get_int(_FLAGS[use.place], 0)) == (use.place == 1)
 
 
 def _layouts(weight: Weight) -> dict[bool, Product]:
     """A use for each layout in which products read a weight."""
-    return {_is_turned(use): use for use in reversed(weight.uses)}
+    return {_is_transposed(use): use for use in reversed(weight.uses)}
 
 
 def _dtype(tagged: TaggedModel, use: Product) -> ir.DataType:
@@ -122,24 +123,24 @@ def _dtype(tagged: TaggedModel, use: Product) -> ir.DataType:
 
 
 def _replace(tagged: TaggedModel, weight: Weight, rank: int, names: Names) -> Factors:
-    """Put two products in the place of each product with a weight."""
+    """Replace each product with a weight by two products."""
     matrix = np.moveaxis(weight.tensor.numpy(), (weight.reduced, weight.uses[0].channels), (0, 1))
     factors = factors_of(matrix, rank)
-    written = {}
-    for turned, use in _layouts(weight).items():
+    written: dict[bool, list[ir.Value]] = {}
+    for is_transposed, use in _layouts(weight).items():
         dtype = _dtype(tagged, use)
-        arrays = [(factor.T if turned else factor).astype(dtype.numpy()) for factor in factors]
-        written[turned] = [
-            add_initializer(
+        written[is_transposed] = []
+        for factor, suffix in zip(factors, ("_a", "_b"), strict=True):
+            array = (factor.T if is_transposed else factor).astype(dtype.numpy())
+            initializer = add_initializer(
                 tagged.model.graph,
                 ir.Tensor(np.ascontiguousarray(array), dtype=dtype),
                 names.tensors.unused(f"{weight.name}{suffix}"),
                 step("computed", recipe_of(weight.value), "a factor of lower rank"),
             )
-            for array, suffix in zip(arrays, ("_a", "_b"), strict=True)
-        ]
+            written[is_transposed].append(initializer)
     for use in weight.uses:
-        first, second = written[_is_turned(use)]
+        first, second = written[_is_transposed(use)]
         _split(tagged, use, first, second, rank, names)
     return Factors(rank, tuple(value for pair in written.values() for value in pair))
 
@@ -147,7 +148,7 @@ def _replace(tagged: TaggedModel, weight: Weight, rank: int, names: Names) -> Fa
 def _split(
     tagged: TaggedModel, use: Product, first: ir.Value, second: ir.Value, rank: int, names: Names
 ) -> None:
-    """Put a product with the first factor before a product, which then multiplies with the second one."""
+    """Insert a product with the first factor before a product, which then has the second factor."""
     node, other = use.node, 1 - use.place
     flags = {name: flag for name in _FLAGS if (flag := node.attributes.get_int(name, 0))}
     inputs = [first, node.inputs[other]] if use.place == 0 else [node.inputs[other], first]

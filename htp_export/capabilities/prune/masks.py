@@ -1,8 +1,8 @@
-"""Which elements of weights become zero: those with the smallest scores, alone, over a selection, or in groups.
+"""Masks: the elements of weights with the smallest scores, alone or in groups, become zero.
 
-Of several weights together, no two are in memory at a time: numbers of one sign have the order of
-their bits, so that the element at a place of the sorted order is found digit by digit, as a radix
-sort does.
+The arrays of several weights are not in memory at the same time: numbers of one sign have the order
+of their bits, so that the element at a position of the sorted order is found digit by digit, as in
+a radix sort.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from htp_export.runtime.arrays import Array
 from htp_export.weights.products import Weight
 
 Mask = Callable[[Array], Array]
-"""Takes the numbers of a weight and returns them with zeros."""
+"""Accepts the elements of a weight and returns them with zeros."""
 
 _CHUNK = 1 << 20
-"""Elements that are looked at together."""
+"""Elements that are processed together: 4 MB of keys, which fit a cache."""
 
-_DIGIT = 16  # bits: 65,536 counters, two rounds for single precision
+_DIGIT = 16
+"""Bits of a digit: 65,536 counters, two rounds for single precision."""
 
 
 def keys_of(array: Array, wide: bool = False) -> Array:
-    """Unsigned integers in the order of the absolute values, of 64 bits for float64 (``wide``); NaN comes last.
+    """Unsigned integers in the order of the absolute values; NaN comes last.
+
+    They have 64 bits for float64 (``wide``), and 32 otherwise.
 
     Examples:
         >>> keys = keys_of(np.array([-2.0, 0.5, 0.0, 1.0], np.float32))
@@ -47,11 +50,9 @@ class Scores:
 
     def generator(self, weight: Weight) -> np.random.Generator | None:
         """Random numbers for a weight, by its name; None for absolute values."""
-        return (
-            None
-            if self.seed is None
-            else np.random.default_rng([self.seed, zlib.crc32(weight.name.encode())])
-        )
+        if self.seed is None:
+            return None
+        return np.random.default_rng([self.seed, zlib.crc32(weight.name.encode())])
 
     def keys(self, weight: Weight, array: Array, wide: bool = False) -> Iterator[Array]:
         """Keys in the order of the scores of a weight's elements, part by part."""
@@ -64,9 +65,9 @@ class Scores:
 def find_cutoff(
     parts: Callable[[], Iterable[Array]], count: int, *, wide: bool = False
 ) -> tuple[int, int]:
-    """Where the ``count`` smallest keys end: the key of the last, and how many with this key are among them.
+    """The largest of the ``count`` smallest keys, and how many of these are equal to it.
 
-    ``parts`` gives all keys, part by part, the same in every call; ``wide``: keys have 64 bits.
+    ``parts`` yields all keys, part by part, the same in every call; ``wide``: keys have 64 bits.
 
     Examples:
         >>> find_cutoff(lambda: [np.array([5, 1, 3], np.uint32), np.array([3, 3], np.uint32)], 3)
@@ -77,8 +78,10 @@ def find_cutoff(
     for shift in range(bits - _DIGIT, -1, -_DIGIT):
         histogram = np.zeros(1 << _DIGIT, np.int64)
         for keys in parts():
-            same = keys if shift + _DIGIT == bits else keys[(keys >> (shift + _DIGIT)) == key]
-            digits = (same >> shift) & ((1 << _DIGIT) - 1)
+            candidates = keys  # all in the first round, then the keys that begin with ``key``
+            if shift + _DIGIT < bits:
+                candidates = keys[(keys >> (shift + _DIGIT)) == key]
+            digits = (candidates >> shift) & ((1 << _DIGIT) - 1)
             histogram += np.bincount(digits.astype(np.int64), minlength=1 << _DIGIT)
         below = np.cumsum(histogram)
         digit = int(np.searchsorted(below, left))
@@ -88,10 +91,10 @@ def find_cutoff(
 
 
 def element_masks(weights: Sequence[Weight], amount: float, scores: Scores) -> list[Mask]:
-    """Zeros in the elements with the smallest scores of several weights together, as torch's ``global_unstructured``.
+    """Masks of the elements with the smallest scores of several weights together.
 
-    The number of elements is rounded as ``torch.nn.utils.prune`` rounds it. Of elements with equal
-    scores, the first ones become zero.
+    The number of elements is rounded as ``torch.nn.utils.prune`` rounds it for
+    ``global_unstructured``. Of elements with equal scores, the first ones become zero.
     """
     wide = any(weight.tensor.dtype == ir.DataType.DOUBLE for weight in weights)
 
@@ -130,21 +133,19 @@ def _element_mask(weight: Weight, scores: Scores, key: int, ties: int, wide: boo
 
 
 def group_mask(weight: Weight, kept: int, group: int, scores: Scores) -> Mask:
-    """All but the ``kept`` elements with the largest scores of each group of neighbours become zero: n:m sparsity.
+    """The mask that keeps ``kept`` elements of each group, with the largest scores: n:m sparsity.
 
-    Groups lie along the axis over which the product sums, as the sparse matrix units of NVIDIA need
-    it. A last group that is shorter is filled with zeros, which are the first to be pruned.
+    Groups lie along the axis over which the product sums, as the sparse matrix units of NVIDIA
+    require it. A shorter last group is padded with zeros, which are the first to be pruned.
     """
 
     def mask(array: Array) -> Array:
-        keys = np.concatenate(list(scores.keys(weight, array, array.dtype == np.float64))).reshape(
-            array.shape
-        )
-        moved, moved_keys = (
-            np.moveaxis(each, weight.reduced, -1) for each in (np.array(array), keys)
-        )
-        rows, size = np.ascontiguousarray(moved).reshape(-1, moved.shape[-1]), moved.shape[-1]
-        row_keys = moved_keys.reshape(-1, size)
+        parts = list(scores.keys(weight, array, array.dtype == np.float64))
+        keys = np.concatenate(parts).reshape(array.shape)
+        moved = np.moveaxis(np.array(array), weight.reduced, -1)
+        size = moved.shape[-1]
+        rows = np.ascontiguousarray(moved).reshape(-1, size)
+        row_keys = np.moveaxis(keys, weight.reduced, -1).reshape(-1, size)
         step = max(1, _CHUNK // max(size, 1))
         for start in range(0, len(rows), step):
             _prune_groups(rows[start : start + step], row_keys[start : start + step], kept, group)
@@ -160,7 +161,7 @@ def _prune_groups(rows: Array, keys: Array, kept: int, group: int) -> None:
     if not group:
         return
     missing = -rows.shape[1] % group
-    # zeros that fill come before zeros that are
+    # keys of the padding are 0, and come before the keys of zeros, which are 1
     filled = np.pad(keys.astype(np.uint64) + 1, ((0, 0), (0, missing)))
     order = np.argsort(filled.reshape(len(rows), -1, group), axis=-1, kind="stable")
     gone = np.zeros(order.shape, bool)

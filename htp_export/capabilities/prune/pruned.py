@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -26,15 +26,15 @@ from htp_export.reporting.tables import (
 
 @dataclass(frozen=True, kw_only=True)
 class PrunedModule(CompressedModule):
-    """One module with all below it: how much of its weights is zero or gone.
+    """One module with its descendants: how much of its weights is zero or removed.
 
     Attributes:
         nodes: Its nodes after.
         weights_before: Elements of its weights before: initializers that its products multiply
             with, and tables.
         weights_after: Elements after; fewer if channels, heads or blocks were cut out.
-        zeros_before: Of ``weights_before``, those that were zero.
-        zeros_after: Of ``weights_after``, those that are zero.
+        zeros_before: The zeros among ``weights_before``.
+        zeros_after: The zeros among ``weights_after``.
     """
 
     nodes: int = 0
@@ -67,7 +67,7 @@ PRUNED_COLUMNS: tuple[Column[Any], ...] = (
     Column("zeros_after", "zeros", keep=6),
     *BYTES_COLUMNS,
 )
-"""What is known of each module."""
+"""The columns of a module."""
 
 _DRAWN = (
     "class_name",
@@ -85,15 +85,15 @@ class Pruned(TaggedResult, ModuleTable):
     """The result of `htp_export.prune`.
 
     Attributes:
-        modules: Module path → how much of its weights is zero or gone. A weight that several
-            modules read counts in each of them, and once in every module above them.
-        plan: Module path → what the plan says of it, as text, for the modules that a rule names.
+        modules: Module path → how much of its weights is zero or removed. A weight that several
+            modules use counts in each of them, and once in every module above them.
+        plan: Module path → its value in the plan, as text, for the modules that a rule names.
         removed: The residual blocks that were removed.
         cut: Weight → its shape before and after, for weights that became smaller.
         ranks: Weight → its rank, for weights that became products of two matrices.
-        whole: Weight → why it stays as it is, for those whose channels cannot be cut, or that a
+        whole: Weight → why it is unchanged, for weights whose channels cannot be cut, or that a
             rank would not make smaller.
-        short: Weight → what stays of its channels or heads, where the share of the plan cannot be
+        short: Weight → the channels or heads that stay, if the share of the plan cannot be
             reached.
         model: The pruned model.
     """
@@ -127,38 +127,46 @@ class Pruned(TaggedResult, ModuleTable):
         """The sparsity of the whole, and its bytes."""
         root = self.modules[""]
         size = f"{si(root.bytes_before, 'B')} of weights before, {si(root.bytes_after, 'B')} after"
-        return f"{percent(root.sparsity)} of {root.weights_before:,} weights are zero or removed; {size}"
+        share = f"{percent(root.sparsity)} of {root.weights_before:,} weights"
+        return f"{share} are zero or removed; {size}"
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Further facts, a line each."""
         root = self.modules[""]
         notes = [f"removed: {', '.join(self.removed)}"] if self.removed else []
-        for name, shapes in itertools.islice(self.cut.items(), 1):
-            before, after = ("×".join(map(str, shape)) for shape in shapes)  # noqa: RUF001 - "times"
-            notes.append(
-                f"{len(self.cut)} weights are smaller, such as {name}: {before} before, {after} after"
-            )
-        notes += [f"{name}: {what}" for name, what in self.short.items()]
-        for name, rank in itertools.islice(self.ranks.items(), 1):
-            notes.append(
-                f"{len(self.ranks)} weights are products of two matrices, such as {name}, of rank {rank}"
-            )
+        notes += self._notes_on_examples()
         if self.whole:
             notes.append(f"{len(self.whole)} weights stay as they are:")
-        for reason in dict.fromkeys(self.whole.values()):
-            names = [name for name, other in self.whole.items() if other == reason]
+        weights_of_reason: defaultdict[str, list[str]] = defaultdict(list)
+        for name, reason in self.whole.items():
+            weights_of_reason[reason].append(name)
+        for reason, names in weights_of_reason.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             notes.append(f"  {', '.join(names[:3])}{more}: {reason}")
         if root.zeros_after > root.zeros_before:
             notes.append(
-                "zeros take as many bytes as other numbers: files and ONNX Runtime keep weights dense"
+                "zeros take as many bytes as other numbers: "
+                "files and ONNX Runtime keep weights dense"
             )
         return tuple(notes)
 
+    def _notes_on_examples(self) -> Iterator[str]:
+        """Lines with an example of smaller weights and of ranks, and all missed shares."""
+        for name, shapes in itertools.islice(self.cut.items(), 1):
+            times = "×"  # noqa: RUF001 - the sign of a product, no letter
+            before, after = (times.join(map(str, shape)) for shape in shapes)
+            count = f"{len(self.cut)} weights are smaller"
+            yield f"{count}, such as {name}: {before} before, {after} after"
+        for name, problem in self.short.items():
+            yield f"{name}: {problem}"
+        for name, rank in itertools.islice(self.ranks.items(), 1):
+            count = f"{len(self.ranks)} weights are products of two matrices"
+            yield f"{count}, such as {name}, of rank {rank}"
+
 
 Counts = tuple[int, int]
-"""Elements of a weight, and how many of them are zero."""
+"""Elements of a weight, and zeros among them."""
 
 
 def pruned_modules(
@@ -166,7 +174,9 @@ def pruned_modules(
     weights: Iterable[tuple[Sequence[str], Counts, Counts]],
     bytes_before: Mapping[str, int],
 ) -> dict[str, PrunedModule]:
-    """Module path → its row, of weights with the modules that read them; each weight once in every module.
+    """Module path → its row, from weights with the modules that use them.
+
+    Each weight counts once in every module.
 
     Examples:
         >>> weight = (("a.q", "a.k"), (8, 0), (8, 4))
@@ -182,16 +192,16 @@ def pruned_modules(
         counts |= {"weights_after": weights_after, "zeros_after": zeros_after}
         for path in {up for owner in owners for up in tags.ancestors(owner)}:
             sums[path].update(counts)
-    return {
-        module.path: PrunedModule(
-            **{each.name: getattr(module, each.name) for each in fields(ModuleInfo)},
+    names = [field.name for field in fields(ModuleInfo)]
+    rows: dict[str, PrunedModule] = {}
+    for module in modules:
+        by_dtype = module.weight_bytes_by_dtype
+        rows[module.path] = PrunedModule(
+            **{name: getattr(module, name) for name in names},
             **sums[module.path],
-            precision=weight_precision(module.weight_bytes_by_dtype)
-            if module.weight_bytes_by_dtype
-            else None,
+            precision=weight_precision(by_dtype) if by_dtype else None,
             nodes=module.nodes,
             bytes_before=bytes_before.get(module.path, 0),
             bytes_after=module.weight_bytes,
         )
-        for module in modules
-    }
+    return rows

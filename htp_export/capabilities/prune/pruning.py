@@ -1,10 +1,10 @@
-"""prune(): weights of modules become sparse or smaller; and whether they can, told by the graph."""
+"""prune(): remove elements, channels, heads, ranks or blocks of modules; and checks of plans."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -54,24 +54,23 @@ def prune(
 ) -> Pruned:
     """Remove the least important weights of modules.
 
-    A plan has selectors of modules and what is removed in their regions; rules hold as in every
-    plan, see `quantize`:
+    A plan maps selectors of modules to the pruning of their regions; rules hold as in every plan,
+    see `quantize`:
 
-    ==================
-    =============================================================================== ``0.5``
-    half of the elements of each weight become zero ``"2:4"``           in each group of 4
-    neighbours, all but 2 become zero ``"channels:0.25"``  a quarter of the output channels of each
-    weight is cut out ``"heads:0.5"``      half of the attention heads are cut out ``"rank:25%"``
-    each matrix becomes the product of two that have a quarter of its rank; ``"rank:16"``: rank 16
-    ``"drop"``          the module, a residual block, is removed ==================
-    ===============================================================================
+    - ``0.5``: half of the elements of each weight become zero
+    - ``"2:4"``: in each group of 4 adjacent elements, all but 2 become zero
+    - ``"channels:0.25"``: a quarter of the output channels of each weight is cut out
+    - ``"heads:0.5"``: half of the attention heads are cut out
+    - ``"rank:25%"``: each matrix becomes the product of two that have a quarter of its rank;
+      ``"rank:16"``: rank 16
+    - ``"drop"``: the module, a residual block, is removed
 
-    What has the same channels is cut, too: weights and biases of other modules, and sizes in the
-    graph. Weights that cannot be cut, or whose rank saves nothing, stay as they are: ``whole`` of
-    the result has the reason for each. A rule of which every weight stays is an error.
+    Tensors with the same channels are cut, too: weights and biases of other modules, and sizes in
+    the graph. Weights that cannot be cut, or whose rank saves nothing, are unchanged: ``whole`` of
+    the result has the reason for each. A rule that changes none of its weights is an error.
 
-    Weights are the stored tensors that products multiply with, and tables that are looked up; no
-    biases, and no factors of normalisations. A weight that several modules read, such as a tied
+    Weights are the stored tensors that products multiply with, and tables that are looked up;
+    biases and factors of normalizations are not. A weight that several modules use, such as a tied
     embedding, is pruned once.
 
     Thread-safe, also for calls on the same model.
@@ -79,15 +78,14 @@ def prune(
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
             not changed.
-        plan: Selector → what is removed, in order.
+        plan: Selector → the value of its rule, in order.
         output: The file to write.
-        method: ``"l1"``: what has the smallest absolute values, for channels and heads on average;
+        method: ``"l1"``: remove the smallest absolute values, for channels and heads on average;
             ``"random"``.
         scope: ``"local"``: the share is removed from each weight; ``"global"``: from all weights
             with the same value in the plan together. n:m patterns are always local.
         seed: For ``"random"``: the same seed removes the same elements.
-        strict: Raise an error if any weight of which the plan gives channels or a rank stays as it
-            is.
+        strict: Raise an error if a weight for which the plan has channels or a rank is unchanged.
 
     Returns:
         The model, and sparsity and bytes by module.
@@ -95,8 +93,8 @@ def prune(
     Raises:
         SelectorError: A selector cannot be read or matches no module.
         InputError: A value of the plan cannot be used, a rule names modules without weights, or all
-            weights of a rule stay as they are, or any with ``strict``; the message has the node
-            that stops the first one.
+            weights of a rule are unchanged, or any with ``strict``; the message names the node
+            that prevents the first change.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -110,22 +108,20 @@ def prune(
     """
     check_target(output)
     check_whole("seed", seed, 0, MOST_SEED)
-    for name, given, known in (("method", method, _METHODS), ("scope", scope, _SCOPES)):
-        if given not in known:
-            raise InputError(f"{name} {given!r}: there are {' and '.join(map(repr, known))}")
+    for name, choice, choices in (("method", method, _METHODS), ("scope", scope, _SCOPES)):
+        if choice not in choices:
+            raise InputError(f"{name} {choice!r}: there are {' and '.join(map(repr, choices))}")
     rules = sparsities_of(plan)
     tagged = read_for_change(model)
     external = has_external_data(tagged.model)
     scores = Scores(None if method == "l1" else seed)
-    dropped = {
-        path
-        for selector, value in rules.items()
-        if value.kind == "blocks"
-        for path in tagged.select(selector)
-    }
-    result = _pruned(
-        tagged, assigned(tagged, rules), dropped, scores, together=scope == "global", strict=strict
-    )
+    dropped: set[str] = set()
+    for selector, value in rules.items():
+        if value.kind == "blocks":
+            dropped.update(tagged.select(selector))
+    wanted = assigned(tagged, rules)
+    together = scope == "global"
+    result = _pruned(tagged, wanted, dropped, scores, together=together, strict=strict)
     if output is not None:
         write_model(result.model, output, True if external else None)
     return result
@@ -140,60 +136,86 @@ def _pruned(
     together: bool,
     strict: bool,
 ) -> Pruned:
-    """Prune a model in place; of the modules that are removed, those that rules name are given."""
+    """Prune a model in place; ``dropped``: the modules that selectors name for removal."""
     bytes_before = {path: facts.weight_bytes for path, facts in _facts(tagged).items()}
     weights = weights_of(tagged)
-    values = {
-        weight: value
-        for weight in weights
-        if (value := value_of(weight, tagged, wanted)) is not None
-    }
+    values = _values_of(weights, tagged, wanted)
     owners = {weight: weight.owners(tagged) or ("",) for weight in weights}
     _refuse_empty_rules(owners, wanted)
-    for weight, value in values.items():
-        if value.kind != "blocks" and nan_in({weight.name: weight.tensor.numpy()}):
-            raise InputError(
-                f"weight {weight.name!r} of module {owners[weight][0]!r} has NaN, which has no size"
-            )
+    _refuse_nan(values, owners)
     names = names_now(tagged.model)
     before = {weight: _counts(weight.value) for weight in counted(weights, "weights")}
-    blocks = [
-        path for path, value in wanted.modules.items() if value.kind == "blocks" and path in dropped
-    ]
-    removed = tuple(
-        path
-        for path in blocks
-        if not any(up != path and up in blocks for up in tags.ancestors(path))
-    )
+    removed = _outermost_blocks(wanted, dropped)
+    # Blocks go first, as their weights need no cut; masks follow the cut, as they have the final
+    # shapes; ranks come last, as factors replace the weights.
     if removed:
         tagged = remove_blocks(tagged, removed)
-    left = {weight for weight in weights if is_in_model(weight.value)}
+    left = [weight for weight in weights if is_in_model(weight.value)]
+    present = {weight: values[weight] for weight in left if weight in values}
 
-    def those(*kinds: str) -> dict[Weight, Sparsity]:
-        return {
-            weight: value
-            for weight, value in values.items()
-            if value.kind in kinds and weight in left
-        }
-
-    structured, matrices = those("channels", "heads"), those("rank")
+    structured = _of_kinds(present, "channels", "heads")
     cut = cut_channels(tagged, structured, scores, together=together) if structured else Cut()
     separate_names(tagged.model, names)
-    for weight, mask in _masks(those("elements", "n:m"), scores, together=together).items():
+    elementwise = _of_kinds(present, "elements", "n:m")
+    for weight, mask in _masks(elementwise, scores, together=together).items():
         _apply(weight, mask)
-    factors, full = factorise(tagged.refresh(), matrices) if matrices else ({}, {})
-    whole = {**cut.whole, **full}
+    matrices = _of_kinds(present, "rank")
+    factors, unchanged = factorise(tagged.refresh(), matrices) if matrices else ({}, {})
+    whole = {**cut.whole, **unchanged}
     _refuse_whole_weights(wanted, owners, whole, values, strict=strict)
-    now = {
-        weight: factors[weight].values if weight in factors else (weight.value,) for weight in left
-    }
-    after = {weight: _counts(*now[weight]) for weight in counted(list(left), "weights")}
+
+    after: dict[Weight, Counts] = {}
+    for weight in counted(left, "weights"):
+        tensors = factors[weight].values if weight in factors else (weight.value,)
+        after[weight] = _counts(*tensors)
     counts = [(owners[weight], before[weight], after.get(weight, (0, 0))) for weight in weights]
-    rows = pruned_modules(_facts(tagged.refresh()).values(), counts, bytes_before)
-    said = {path: str(value) for path, value in wanted.modules.items()}
-    ranks = {weight.name: found.rank for weight, found in factors.items()}
-    kept = {weight.name: reason for weight, reason in whole.items()}
-    return Pruned(rows, said, removed, cut.shapes, ranks, kept, cut.short, model=tagged.model)
+    return Pruned(
+        modules=pruned_modules(_facts(tagged.refresh()).values(), counts, bytes_before),
+        plan={path: str(value) for path, value in wanted.modules.items()},
+        removed=removed,
+        cut=cut.shapes,
+        ranks={weight.name: pair.rank for weight, pair in factors.items()},
+        whole={weight.name: reason for weight, reason in whole.items()},
+        short=cut.short,
+        model=tagged.model,
+    )
+
+
+def _values_of(
+    weights: Iterable[Weight], tagged: TaggedModel, wanted: Assigned[V]
+) -> dict[Weight, V]:
+    """Weight → its value in the plan, for the weights that have one."""
+    values: dict[Weight, V] = {}
+    for weight in weights:
+        value = value_of(weight, tagged, wanted)
+        if value is not None:
+            values[weight] = value
+    return values
+
+
+def _of_kinds(values: Mapping[Weight, Sparsity], *kinds: str) -> dict[Weight, Sparsity]:
+    return {weight: value for weight, value in values.items() if value.kind in kinds}
+
+
+def _outermost_blocks(wanted: Assigned[Sparsity], dropped: Set[str]) -> tuple[str, ...]:
+    """The modules to remove, without the descendants of others."""
+    blocks: dict[str, None] = {}
+    for path, value in wanted.modules.items():
+        if value.kind == "blocks" and path in dropped:
+            blocks[path] = None
+    outermost: list[str] = []
+    for path in blocks:
+        ancestors = set(tags.ancestors(path)) - {path}
+        if ancestors.isdisjoint(blocks):
+            outermost.append(path)
+    return tuple(outermost)
+
+
+def _refuse_nan(values: Mapping[Weight, Sparsity], owners: Mapping[Weight, Sequence[str]]) -> None:
+    for weight, value in values.items():
+        if value.kind != "blocks" and nan_in({weight.name: weight.tensor.numpy()}):
+            name = f"weight {weight.name!r} of module {owners[weight][0]!r}"
+            raise InputError(f"{name} has NaN, which cannot be ordered by size; replace it first")
 
 
 def _counts(*values: ir.Value) -> Counts:
@@ -207,18 +229,24 @@ def _facts(tagged: TaggedModel) -> dict[str, ModuleFacts]:
 
 
 def value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[V]) -> V | None:
-    """What the plan says of a weight; None if no rule names a module that reads it."""
+    """The value of a weight in a plan; None if no rule names a module that uses it.
+
+    Raises:
+        InputError: Several modules use the weight, and their values differ.
+    """
     disputed = next((use.node for use in weight.uses if use.node in wanted.disputed), None)
     if disputed is not None:
+        owners = _owners(tagged, disputed)
         raise InputError(
-            f"weight {weight.name!r} does the work of several modules ({_owners(tagged, disputed)}), "
-            "and the plan does not say the same of all of them"
+            f"weight {weight.name!r} belongs to a node of several modules ({owners}), "
+            "and the plan has different values for them"
         )
     values = {use.node: wanted.nodes[use.node] for use in weight.uses if use.node in wanted.nodes}
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{_owners(tagged, node)}: {value}" for node, value in values.items())
         raise InputError(
-            f"weight {weight.name!r} is shared by modules with different values in the plan ({listed})"
+            f"weight {weight.name!r} is shared by modules "
+            f"with different values in the plan ({listed})"
         )
     return next(iter(values.values()), None)
 
@@ -245,62 +273,66 @@ def _refuse_whole_weights(
     *,
     strict: bool,
 ) -> None:
-    """Refuse a rule of which every weight stays as it is; with ``strict``, of which any does."""
+    """Refuse a rule that changes none of its weights.
+
+    With ``strict``, one that leaves any unchanged.
+    """
     for selector, paths in reversed(list(wanted.named.items())):
         named = [weight for weight in values if not set(paths).isdisjoint(owners[weight])]
-        stay = [weight for weight in named if weight in whole]
-        if stay and (strict or len(stay) == len(named)):
-            weight = stay[0]
-            if values[weight].kind == "rank":
-                raise RuleError(selector, f"weight {weight.name!r} keeps its rank: {whole[weight]}")
-            where = f"weight {weight.name!r} of {', '.join(map(repr, owners[weight]))}"
-            raise RuleError(
-                selector, f"{where}: {whole[weight]}; the value 0 leaves a module as it is"
-            )
+        unchanged = [weight for weight in named if weight in whole]
+        if not unchanged or (len(unchanged) < len(named) and not strict):
+            continue
+        weight = unchanged[0]
+        if values[weight].kind == "rank":
+            raise RuleError(selector, f"weight {weight.name!r} keeps its rank: {whole[weight]}")
+        where = f"weight {weight.name!r} of {', '.join(map(repr, owners[weight]))}"
+        raise RuleError(selector, f"{where}: {whole[weight]}; the value 0 leaves a module as it is")
 
 
 def _masks(
     values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool
 ) -> dict[Weight, Mask]:
-    """What sets the elements of each weight to zero."""
+    """The mask of each weight, which sets elements to zero."""
     masks: dict[Weight, Mask] = {}
-    alike: dict[Sparsity, list[Weight]] = {}
+    pools: defaultdict[tuple[Sparsity, Weight | None], list[Weight]] = defaultdict(list)
     for weight, value in values.items():
         if value.kind == "n:m":
             masks[weight] = group_mask(weight, value.kept, value.group, scores)
         else:
-            alike.setdefault(value, []).append(weight)
-    for value, weights in alike.items():
-        for chosen in [weights] if together else [[weight] for weight in weights]:
-            masks.update(zip(chosen, element_masks(chosen, value.amount, scores), strict=True))
+            pools[value, None if together else weight].append(weight)
+    for (value, _), pool in pools.items():
+        masks.update(zip(pool, element_masks(pool, value.amount, scores), strict=True))
     return masks
 
 
 def _apply(weight: Weight, mask: Mask) -> None:
-    """Let a weight and its copies have the numbers that a mask leaves; they are computed when they are written."""
+    """Apply a mask to a weight and its copies; the elements are computed when they are written."""
     tensor, shape = weight.tensor, weight.shape
-    for value, is_turned in {weight.value: False, **weight.copies}.items():
+    for value, is_transposed in {weight.value: False, **weight.copies}.items():
         recipe = step("masked", recipe_of(value))
-        turned = changed_when_written(tensor, lambda array: mask(array).T, recipe, shape[::-1])
-        store(value, turned if is_turned else changed_when_written(tensor, mask, recipe))
+        if is_transposed:
+            masked = changed_when_written(tensor, lambda array: mask(array).T, recipe, shape[::-1])
+        else:
+            masked = changed_when_written(tensor, mask, recipe)
+        store(value, masked)
 
 
 class PlanChecks:
-    """Checks of what plans say of modules of one model, which has no functions."""
+    """Checks of the values of plans for modules of one model, which has no functions."""
 
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged = tagged
         self._rules: dict[str, Assigned[bool]] = {}
         self._weights: defaultdict[str, list[Weight]] = defaultdict(list)
         for weight in weights_of(tagged):
-            for path in {
-                "",
-                *(path for use in weight.uses for path in tagged.index.works[use.node].modules),
-            }:
+            paths = {""}
+            for use in weight.uses:
+                paths.update(tagged.index.works[use.node].modules)
+            for path in paths:
                 self._weights[path].append(weight)
 
     def why_not(self, path: str, value: Sparsity) -> str:
-        """Why a module cannot be pruned so; nothing if it can."""
+        """Why a module cannot be pruned by a value; empty if it can."""
         try:
             if value.kind == "blocks":
                 ends_of(self._tagged, path)
@@ -308,11 +340,7 @@ class PlanChecks:
             if path not in self._rules:
                 self._rules[path] = assigned(self._tagged, {path or ".": True})
             wanted = self._rules[path]
-            weights = [
-                weight
-                for weight in self._weights[path]
-                if value_of(weight, self._tagged, wanted) is not None
-            ]
+            weights = list(_values_of(self._weights[path], self._tagged, wanted))
             if not weights:
                 return "it has no weights that can be pruned"
             if value.kind == "rank":
@@ -325,39 +353,45 @@ class PlanChecks:
         return ""
 
     def _couplings(self, path: str, value: Sparsity) -> list[Coupling]:
-        """Everything that has the channels of a module's weights that can be cut; an error if none of them can."""
-        found, stopped = [], ""
+        """The couplings of a module's weights that can be cut; an InputError if none can."""
+        couplings: list[Coupling] = []
+        first_problem = ""
         for weight in self._weights[path]:
             try:
                 coupling = coupling_of(self._tagged, weight, value)
             except StopError as error:
-                stopped = stopped or f"weight {weight.name!r}: {error}"
-            else:
-                found += [coupling] if coupling is not None else []
-        if stopped and not found:
-            raise InputError(stopped)
-        return found
+                first_problem = first_problem or f"weight {weight.name!r}: {error}"
+                continue
+            if coupling is not None:
+                couplings.append(coupling)
+        if first_problem and not couplings:
+            raise InputError(first_problem)
+        return couplings
 
     def check_coupled(self, values: Mapping[str, Set[Sparsity | None]]) -> None:
-        """Refuse different shares of channels for modules that have the same channels (`InputError`).
+        """Refuse different shares of channels for modules that have the same channels.
 
-        ``values`` are what may be removed of each module.
+        ``values``: the possible values of each module.
+
+        Raises:
+            InputError: Modules with the same channels may lose different shares of them.
         """
-        shares = {
-            path: {value for value in each if value and value.kind == "channels"}
-            for path, each in values.items()
-        }
-        shares = {path: each for path, each in shares.items() if each}
+        shares: dict[str, set[Sparsity]] = {}
+        for path, possible in values.items():
+            of_channels = {value for value in possible if value and value.kind == "channels"}
+            if of_channels:
+                shares[path] = of_channels
         if len(set[Sparsity]().union(*shares.values())) < 2:
             return
-        first: dict[Axis, str] = {}
-        for path, each in shares.items():
-            for coupling in self._couplings(path, next(iter(each))):
+        first_module: dict[Axis, str] = {}
+        for path, of_channels in shares.items():
+            for coupling in self._couplings(path, next(iter(of_channels))):
                 for axis in coupling.labels:
-                    other = first.setdefault(axis, path)
-                    if other != path and len(each | shares[other]) > 1:
-                        listed = ", ".join(sorted(map(str, each | shares[other])))
+                    other = first_module.setdefault(axis, path)
+                    both = of_channels | shares[other]
+                    if other != path and len(both) > 1:
+                        listed = ", ".join(sorted(map(str, both)))
                         raise InputError(
-                            f"modules {other!r} and {path!r} have the same channels, and may lose different shares of "
-                            f"them ({listed}); give them one share"
+                            f"modules {other!r} and {path!r} have the same channels, and may lose "
+                            f"different shares of them ({listed}); give them one share"
                         )

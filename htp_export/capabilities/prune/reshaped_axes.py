@@ -1,4 +1,4 @@
-"""Axes that a Reshape puts together or takes apart, and labels of channels on the way."""
+"""Axes that a Reshape merges or splits, and the labels of their channels."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from htp_export.shapes.sizes import Dim, Size, product
 
 
 def spread_labels(labels: Array, place: int, sizes: Sequence[int]) -> Array:
-    """Labels of one axis, for each element of a tensor."""
+    """The labels of one axis, broadcast to each element of a tensor."""
     shape = [-1 if axis == place else 1 for axis in range(len(sizes))]
     return np.broadcast_to(labels.reshape(shape), sizes)
 
 
 def rows_at(array: Array, place: int) -> Array:
-    """The elements at each index of an axis."""
+    """The elements at each index of an axis, a row for each index."""
     return np.moveaxis(array, place, 0).reshape(array.shape[place], -1)
 
 
 def period_of(size: Dim) -> int | None:
-    """The factor of an open dimension: its labels repeat after so many indices; None for a sum."""
-    return size.terms[0][1] if isinstance(size, Size) and len(size.terms) == 1 else None
+    """The factor of an open dimension, after which its labels repeat.
+
+    None for a number or a sum.
+    """
+    if isinstance(size, Size) and len(size.terms) == 1:
+        return size.terms[0][1]
+    return None
 
 
 def periods_of(sizes: Iterable[Dim]) -> list[int] | None:
-    """Sizes of axes that are reshaped together, without the open dimension that counts repetitions of them all.
+    """Sizes of axes that are reshaped together, without the open dimension that repeats them.
 
     None if another axis than the outermost one is open.
 
@@ -39,17 +44,19 @@ def periods_of(sizes: Iterable[Dim]) -> list[int] | None:
         >>> periods_of([batch, 4]), periods_of([4 * batch]), periods_of([4, batch])
         ([1, 4], [4], None)
     """
-    found: list[int] = []
+    periods: list[int] = []
     for size in sizes:
-        period = period_of(size)
-        if not isinstance(size, int) and (period is None or period < 1 or math.prod(found) > 1):
+        period = size if isinstance(size, int) else period_of(size)
+        if period is None:
             return None
-        found.append(size if isinstance(size, int) else period)  # type: ignore[arg-type]
-    return found
+        if not isinstance(size, int) and (period < 1 or math.prod(periods) > 1):
+            return None
+        periods.append(period)
+    return periods
 
 
 def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[int], list[int]]]:
-    """The axes of two shapes of the same elements that have the same product, as few as possible in each block.
+    """The axes of two shapes of the same elements, in the smallest blocks of equal products.
 
     Examples:
         >>> list(blocks([1, 16, 768], [16, 12, 64]))
@@ -70,7 +77,7 @@ def blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[list[i
 
 
 def _sizes_of_blocks(first: Sequence[Dim], second: Sequence[Dim]) -> Iterator[tuple[int, int]]:
-    """How many axes of each shape are in a block, from the left, as long as they can be compared."""
+    """The number of axes of each shape in a block, from the left, while they can be compared."""
     i = j = 0
     while (block := _next_block(first[i:], second[j:])) != (0, 0):
         yield block

@@ -1,4 +1,4 @@
-"""The values of a plan of `prune`: what is removed from the weights of a module."""
+"""Values of the plan of `prune`: how much of a module's weights is removed, and in which form."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from htp_export.errors import InputError, RuleError
 
 Kind: TypeAlias = Literal["elements", "n:m", "channels", "heads", "blocks", "rank"]
 
-_FORMS = "a share such as 0.5, a pattern such as '2:4', 'channels:0.25', 'heads:0.5', 'rank:16', 'rank:25%' or 'drop'"
+_FORMS = (
+    "a share such as 0.5, a pattern such as '2:4', 'channels:0.25', 'heads:0.5', 'rank:16', "
+    "'rank:25%' or 'drop'"
+)
 
 
 @dataclass(frozen=True)
 class Sparsity:
-    """What is removed from the weights of a module.
+    """The value of a rule: how much of the weights of a module is removed.
 
     Attributes:
         kind: ``elements``: single elements become zero; ``n:m``: in each group of ``m`` elements,
             all but ``n`` become zero; ``channels``: output channels are cut out; ``heads``:
             attention heads are cut out; ``blocks``: the module itself is removed, and its input
-            takes the place of its output; ``rank``: a matrix becomes the product of two smaller
-            ones.
+            replaces its output; ``rank``: a matrix becomes the product of two smaller ones.
         amount: The share that is removed, from 0 to 1; not used for ``n:m`` and ``blocks``. For
-            ``rank``, the share of the full rank that stays; 0 if ``kept`` says it.
+            ``rank``, the share of the full rank that stays; 0 if ``kept`` is the rank.
         kept: ``n`` of ``n:m``; for ``rank``, the rank.
         group: ``m`` of ``n:m``.
 
@@ -55,7 +57,10 @@ class Sparsity:
 
 
 def sparsity_of(value: Any) -> Sparsity:
-    """Read a value of a plan; `InputError` if it is none, see ``_FORMS``.
+    """Read a value of a plan.
+
+    Raises:
+        InputError: It is not one of ``_FORMS``.
 
     Examples:
         >>> sparsity_of("channels:0.25")
@@ -68,27 +73,26 @@ def sparsity_of(value: Any) -> Sparsity:
     text = value.strip() if isinstance(value, str) else ""
     if text == "drop":
         return Sparsity("blocks")
-    if match := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text):
-        kept, group = int(match[1]), int(match[2])
-        if not 0 <= kept <= group or not group:
-            raise InputError(f"sparsity {text!r}: of n:m, n is at most m, and m is not 0")
-        return Sparsity("n:m", kept=kept, group=group)
+    if pattern := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text):
+        return _pattern(text, kept=int(pattern[1]), group=int(pattern[2]))
     if text.startswith("rank:"):
         return _rank(text)
     kind, colon, amount = text.rpartition(":")
     try:
         number = float(amount)
     except ValueError:
-        number = None
-    if number is not None and not colon:
+        raise InputError(f"sparsity {value!r}: write {_FORMS}") from None
+    if not colon:
         return Sparsity("elements", _share(number, value))
-    if number is not None and kind in ("channels", "heads"):
-        return Sparsity("channels" if kind == "channels" else "heads", _share(number, value))
+    if kind == "channels":
+        return Sparsity("channels", _share(number, value))
+    if kind == "heads":
+        return Sparsity("heads", _share(number, value))
     raise InputError(f"sparsity {value!r}: write {_FORMS}")
 
 
 def sparsities_of(plan: Mapping[str, Any]) -> dict[str, Sparsity]:
-    """The rules of a plan: selector → what is removed; an InputError names the selector.
+    """The rules of a plan: selector → its value; an InputError names the selector.
 
     Examples:
         >>> {selector: str(sparsity) for selector, sparsity in sparsities_of({"encoder": "2:4"}).items()}
@@ -103,12 +107,19 @@ def sparsities_of(plan: Mapping[str, Any]) -> dict[str, Sparsity]:
     return rules
 
 
+def _pattern(text: str, kept: int, group: int) -> Sparsity:
+    if kept > group or not group:
+        raise InputError(f"sparsity {text!r}: of n:m, n is at most m, and m is not 0")
+    return Sparsity("n:m", kept=kept, group=group)
+
+
 def _rank(text: str) -> Sparsity:
     match = re.fullmatch(r"rank:(?:([0-9]{1,9})|([0-9]{1,9}(?:\.[0-9]*)?)%)", text)
     rank, share = (int(match[1] or 0), float(match[2] or 0) / 100) if match else (0, 0.0)
     if not rank and not 0 < share <= 1:
         raise InputError(
-            f"sparsity {text!r}: write the rank, 'rank:16', or the share of it that stays, 'rank:25%'"
+            f"sparsity {text!r}: "
+            "write the rank, 'rank:16', or the share of it that stays, 'rank:25%'"
         )
     return Sparsity("rank", share, rank)
 

@@ -1,4 +1,4 @@
-"""Channels and attention heads that are cut out: which ones, and everything that has them."""
+"""Channels and attention heads: the choice of the least important, and their removal everywhere."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from htp_export.weights.storing import numbers_of
 
 @dataclass(frozen=True)
 class Cut:
-    """What was cut out of a model.
+    """The result of cutting channels out of a model.
 
     Attributes:
         shapes: Weight → its shape before and after, for all initializers that became smaller.
-        short: Weight → what stays, where the share cannot be reached.
+        short: Weight → the channels that stay, if the share cannot be reached.
         whole: Weight → why none of its channels can be cut.
     """
 
@@ -41,10 +41,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class _Cuttable:
-    """Channels that are chosen among: those of weights coupled with ``weight``, in groups that can be cut.
+    """Channels of coupled weights to choose from, in groups that can be cut.
 
-    ``scores``: label → mean score of the elements that compute its channels; ``gone``: the labels
-    that are cut.
+    ``weight``: the weight that they were found from.
+    ``scores``: label → mean score of the elements that compute its channels.
+    ``gone``: the labels that are cut.
     """
 
     weight: Weight
@@ -57,68 +58,83 @@ class _Cuttable:
 def cut_channels(
     tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool
 ) -> Cut:
-    """Cut the least important channels and heads out of a model, in place, of all weights that can be cut.
+    """Cut the least important channels and heads out of a model, in place, where it is possible.
 
-    ``together``, the shares are of all channels with the same value.
+    With ``together``, a share applies to all channels with the same value.
     """
     found, whole = _cuttable(tagged, values, scores)
+    _refuse_missing_heads(values, found)
+    pools: defaultdict[Sparsity | Weight, list[_Cuttable]] = defaultdict(list)
+    for cuttable in found:
+        pools[cuttable.value if together else cuttable.weight].append(cuttable)
+    short: dict[str, str] = {}
+    for pool in pools.values():
+        problem = _choose(pool)
+        if problem:
+            short[pool[0].weight.name] = problem
+    kept = _kept_indices(found)
+    cut_values = {value for value, _ in kept}
+    stored: list[ir.Value] = list(tagged.model.graph.initializers.values())
+    for node in tagged.nodes:
+        if is_standard(node, "Constant"):
+            stored += node.outputs
+    weights = [value for value in stored if value in cut_values]
+    before = {value: _shape(value) for value in weights}
+    places = ParameterPlaces(tagged, WeightSources(tagged))
+    cut_axes(tagged, kept)
+    after = {value: _shape(value) for value in weights}
+    changes = {value: (before[value], {"": after[value]}) for value in weights}
+    change_parameters(tagged, places, changes)
+    shapes = {str(value.name): (before[value], after[value]) for value in weights}
+    return Cut(shapes, short, whole)
+
+
+def _refuse_missing_heads(values: Mapping[Weight, Sparsity], found: Sequence[_Cuttable]) -> None:
+    """Refuse a rule for heads whose weights have no channels of heads."""
+    cuttable_values = {cuttable.value for cuttable in found}
     for value in dict.fromkeys(values.values()):
-        if value.kind == "heads" and not any(each.value == value for each in found):
-            names = ", ".join(
-                repr(weight.name) for weight, other in values.items() if other == value
-            )
+        if value.kind == "heads" and value not in cuttable_values:
+            names = ", ".join(repr(weight.name) for weight in values if values[weight] == value)
             raise InputError(
                 f"there are no attention heads to cut: no channels of {names} are split into heads"
             )
-    pools: defaultdict[Sparsity | Weight, list[_Cuttable]] = defaultdict(list)
-    for each in found:
-        pools[each.value if together else each.weight].append(each)
-    short = {pool[0].weight.name: problem for pool in pools.values() if (problem := _choose(pool))}
+
+
+def _kept_indices(found: Sequence[_Cuttable]) -> dict[Axis, Array]:
+    """Axis → whether each index stays, for the axes that lose some."""
     kept: dict[Axis, Array] = {}
-    for each in found:
-        for axis in each.coupling.labels:
-            stays = ~np.isin(each.coupling.roots(axis), list(each.gone))
+    for cuttable in found:
+        gone = list(cuttable.gone)
+        for axis in cuttable.coupling.labels:
+            stays = ~np.isin(cuttable.coupling.roots(axis), gone)
             kept[axis] = kept[axis] & stays if axis in kept else stays
-    kept = {axis: stays for axis, stays in kept.items() if not stays.all()}
-    cut = {value for value, _ in kept}
-    constants = (
-        value for node in tagged.nodes if is_standard(node, "Constant") for value in node.outputs
-    )
-    weights = [
-        value for value in (*tagged.model.graph.initializers.values(), *constants) if value in cut
-    ]
-    before, places = (
-        {value: _shape(value) for value in weights},
-        ParameterPlaces(tagged, WeightSources(tagged)),
-    )
-    cut_axes(tagged, kept)
-    change_parameters(
-        tagged, places, {value: (before[value], {"": _shape(value)}) for value in weights}
-    )
-    return Cut({str(value.name): (before[value], _shape(value)) for value in weights}, short, whole)
+    return {axis: stays for axis, stays in kept.items() if not stays.all()}
 
 
 def _choose(pool: Sequence[_Cuttable]) -> str:
-    """Choose the groups with the smallest scores, one of each axis stays; and say what stays beyond the plan."""
-    value, total = pool[0].value, sum(len(each.coupling.roots_of_all) for each in pool)
+    """Choose the groups with the smallest scores, so that every axis keeps one.
+
+    Returns a note if more channels stay than the plan requires.
+    """
+    value, total = pool[0].value, sum(len(cuttable.coupling.roots_of_all) for cuttable in pool)
     wanted = left = round(value.amount * total)
-    ordered = sorted(
-        (each.scores[group], at, group)
-        for at, each in enumerate(pool)
-        for group in each.coupling.groups
-    )
-    for _, at, group in ordered:
-        each = pool[at]
-        empty = (axis <= each.gone | {group} for axis in each.coupling.axes if group in axis)
-        if left and not any(empty):
-            each.gone.add(group)
+    ordered: list[tuple[float, int, int]] = []
+    for position, cuttable in enumerate(pool):
+        scores = cuttable.scores
+        ordered += [(scores[group], position, group) for group in cuttable.coupling.groups]
+    for _, position, group in sorted(ordered):
+        if not left:
+            break
+        cuttable = pool[position]
+        axes = [axis for axis in cuttable.coupling.axes if group in axis]
+        would_be_empty = any(axis <= cuttable.gone | {group} for axis in axes)
+        if not would_be_empty:
+            cuttable.gone.add(group)
             left -= 1
+    if not left:
+        return ""
     stays = total - wanted + left
-    return (
-        f"{value} leaves {stays} of {total} {value.kind}, as one of each has to stay"
-        if left
-        else ""
-    )
+    return f"{value} leaves {stays} of {total} {value.kind}, as one of each has to stay"
 
 
 def _shape(value: ir.Value) -> ParameterShape:
@@ -128,7 +144,7 @@ def _shape(value: ir.Value) -> ParameterShape:
 def _cuttable(
     tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores
 ) -> tuple[list[_Cuttable], dict[Weight, str]]:
-    """Everything that has the channels of the weights, each channel once; and why those of other weights stay."""
+    """The channels of the weights, each once; and why the channels of other weights stay."""
     found: list[_Cuttable] = []
     whole: dict[Weight, str] = {}
     for weight in counted(list(values), "weights"):
@@ -136,8 +152,10 @@ def _cuttable(
         known = next((each for each in found if seed in each.coupling.labels), None)
         if known is not None:
             if known.value != value and "heads" not in (known.value.kind, value.kind):
-                problem = f"{value} of channels of which the plan also says {known.value}"
-                raise InputError(f"weight {weight.name!r}: {problem}")
+                raise InputError(
+                    f"weight {weight.name!r}: {value} for channels "
+                    f"for which the plan also has {known.value}"
+                )
             continue
         try:
             coupling = coupling_of(tagged, weight, value)
@@ -145,33 +163,34 @@ def _cuttable(
             whole[weight] = str(error)
             continue
         if coupling is not None:
-            alike = [other for other, given in values.items() if given == value]
+            alike = [other for other in values if values[other] == value]
             group_scores = _group_scores(coupling, alike, weight, scores)
             found.append(_Cuttable(weight, value, coupling, group_scores))
     return found, whole
 
 
 def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Coupling | None:
-    """Everything that has the channels of a weight; None if heads are to be cut and they are of no heads.
+    """All axes with the channels of a weight; None if heads are to be cut and it has none.
 
     Raises:
         StopError: Its channels cannot be cut.
     """
+    wants_heads = value.kind == "heads"
+    seed = weight.value, weight.uses[0].channels
     try:
-        coupling = couple(
-            tagged, (weight.value, weight.uses[0].channels), heads=value.kind == "heads"
-        )
+        coupling = couple(tagged, seed, heads=wants_heads)
     except StopError:
-        # the layer behind the heads, such as the projection of the results
-        if value.kind == "heads":
+        # the layer after the heads, such as the output projection
+        if wants_heads:
             return None
         raise
-    return None if value.kind == "heads" and not coupling.is_joined else coupling
+    return None if wants_heads and not coupling.is_joined else coupling
 
 
 def _group_scores(
     coupling: Coupling, weights: Iterable[Weight], seed: Weight, scores: Scores
 ) -> dict[int, float]:
+    """Label of a group that can be cut → mean score of the elements that compute its channels."""
     random = scores.generator(seed)
     if random is not None:
         return dict(zip(coupling.groups, random.random(len(coupling.groups)).tolist(), strict=True))

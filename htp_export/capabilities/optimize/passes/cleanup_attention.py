@@ -1,4 +1,4 @@
-"""Scaling in attention, done once instead of on both sides of a product."""
+"""The scales of both factors of a product, merged into one."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from htp_export.model.recipes import of_values
 
 @register("cleanup_attention", level="tolerant")
 class CleanupAttention(NodePass):
-    """Scales once where both factors of a product are scaled: queries and keys come scaled by a square root each.
+    """Merges the scales of both factors of a product, such as queries and keys.
 
-    The first factor is scaled, so that no number becomes larger than it was: a product of unscaled
-    float16 overflows. A scale of more than 1 is applied to the product.
+    PyTorch scales both by the square root of the scale. The first factor is scaled, so that no
+    number becomes larger than before: a product of unscaled float16 overflows. A scale of more than
+    1 is applied to the product.
     """
 
     operators = ("MatMul",)
 
     def rewrite(self, node: ir.Node) -> bool:
         sides = [scaled(value) for value in node.inputs]
-        if any(side is None for side in sides):
+        factors = [side for side in sides if side is not None]
+        if len(factors) < len(sides):
             producers = [value.producer() for value in node.inputs if value is not None]
             if all(multiple(producer) is not None for producer in producers):
-                decline(
-                    "double_scaling",
-                    [*filter(None, producers), node],
-                    "what is scaled is read elsewhere",
-                )
+                nodes = [*filter(None, producers), node]
+                decline("double_scaling", nodes, "other nodes use a tensor before or after scaling")
             return False
-        (left, left_factor), (right, right_factor) = (side for side in sides if side is not None)
+        (left, left_factor), (right, right_factor) = factors
         scale = times(left_factor, right_factor)
         if scale is None:
             return False
@@ -46,8 +45,9 @@ class CleanupAttention(NodePass):
 
 
 def _recipe(product: ir.Node) -> Recipe:
-    scalings = [value.producer() for value in product.inputs if value is not None]
-    return of_values(
-        "a joint scale",
-        *(value for node in scalings if node for value in node.inputs if is_constant(value)),
-    )
+    factors: list[ir.Value | None] = []
+    for value in product.inputs:
+        scaling = value.producer() if value is not None else None
+        if scaling is not None:
+            factors += [factor for factor in scaling.inputs if is_constant(factor)]
+    return of_values("a joint scale", *factors)

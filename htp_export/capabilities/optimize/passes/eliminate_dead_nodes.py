@@ -10,7 +10,7 @@ from htp_export.capabilities.optimize.registry import register
 
 @register("eliminate_dead_nodes", level="exact")
 class EliminateDeadNodes(ir.passes.InPlacePass):
-    """Takes out nodes, and functions, that nothing the model returns needs."""
+    """Removes nodes and functions on which no output of the model depends."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = RemoveUnusedNodesPass()(model)

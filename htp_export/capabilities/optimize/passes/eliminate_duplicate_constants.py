@@ -1,4 +1,4 @@
-"""Constants as initializers, equal ones once."""
+"""Constants as initializers, and equal initializers merged."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from htp_export.model.recipes import lift_constants, merged, recipe_of, recorded
 from htp_export.process.quiet import quiet
 
 _LARGEST = 1024
-"""Elements; the values of larger initializers would have to be read."""
+"""Elements; comparing larger initializers would read the weights of the model."""
 
 
 @register("eliminate_duplicate_constants", level="exact")
 class EliminateDuplicateConstants(ir.passes.InPlacePass):
-    """Makes ``Constant`` nodes initializers, and keeps one of equal initializers, but for large ones."""
+    """Converts ``Constant`` nodes to initializers, and merges equal small initializers."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        lifted, found = lift_constants(model), list[tuple[Recipe, tuple[ir.Node, int]]]()
+        lifted = lift_constants(model)
+        # the recipe of each initializer, with a consumer: its input tells which one was kept
+        consumers: list[tuple[Recipe, tuple[ir.Node, int]]] = []
         for graph in model.graphs():
             for value in graph.initializers.values():
-                if value.uses() and value.dtype is not None and value.dtype.is_floating_point():
-                    found.append((recipe_of(value), next(iter(value.uses()))))
-        # it warns of each initializer that is an input or output, too: these stay
+                is_floating = value.dtype is not None and value.dtype.is_floating_point()
+                use = next(iter(value.uses()), None)
+                if use is not None and is_floating:
+                    consumers.append((recipe_of(value), use))
+        # it warns about each initializer that is an input or output, and keeps it
         with quiet("onnx_ir"):
             deduplicated = DeduplicateInitializersPass(_LARGEST)(model).modified
-        stands_for: dict[ir.Value, list[Recipe]] = {}
-        for recipe, (node, place) in found if deduplicated else ():
-            kept = node.inputs[place]
+        recipes_of: dict[ir.Value, list[Recipe]] = {}
+        for recipe, (node, position) in consumers if deduplicated else ():
+            kept = node.inputs[position]
             assert kept is not None
-            stands_for.setdefault(kept, []).append(recipe)
-        for kept, recipes in stands_for.items():
+            recipes_of.setdefault(kept, []).append(recipe)
+        for kept, recipes in recipes_of.items():
             recipe = merged(recipes)
             if recipe != recipe_of(kept) and kept.const_value is not None:
                 kept.const_value = recorded(kept.const_value, recipe)

@@ -1,4 +1,4 @@
-"""Nodes whose output is their input."""
+"""Removal of nodes whose output is equal to their input."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from htp_export.shapes.operator_kinds import COMMUTATIVE, NEUTRAL, RESHAPING, is
 from htp_export.shapes.symbolic import Symbolic
 
 _IF_SHAPE_STAYS = RESHAPING | {"Expand", "Tile"}
-"""These change the shape only, or repeat elements: if the shape stays, they do nothing."""
+"""Operators that only change the shape, or repeat elements: without effect on an unchanged
+shape."""
 
 _NEUTRAL = {op: number for op, number in NEUTRAL.items() if op != "Add"}  # bit for bit
 
 NEEDS_A_NAME = "a graph's output needs a name of its own"
-"""Why a node without effect stays whose output is an output of the graph."""
+"""The reason why a node without effect stays if its output is an output of the graph."""
 
 _KINDS = {
     "Identity": "identity",
@@ -29,17 +30,15 @@ _KINDS = {
 
 @register("eliminate_identity_ops", level="exact")
 class EliminateIdentityOps(ir.passes.InPlacePass):
-    """Takes out ``Identity``, and operators that do nothing here: casts to the same type, and slices of everything."""
+    """Removes ``Identity``, casts to the same type, slices of everything, and other no-ops."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
         for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
             known = Symbolic(graph, model.opset_imports)
             for node in graph:
-                source = next(
-                    (value for value in _candidates(node) if _is_given_back(value, node, known)),
-                    None,
-                )
+                equal = (value for value in _candidates(node) if _is_returned(value, node, known))
+                source = next(equal, None)
                 if source is None:
                     continue
                 kind = _KINDS.get(node.op_type, "eliminate_identity_ops")
@@ -53,33 +52,35 @@ class EliminateIdentityOps(ir.passes.InPlacePass):
 
 
 def _candidates(node: ir.Node) -> Iterator[ir.Value]:
-    """The inputs that a node may give back: the first, and either of two that may change places."""
-    places = 2 if is_standard(node, *COMMUTATIVE) and len(node.inputs) == 2 else 1
-    return (value for value in node.inputs[:places] if value is not None)
+    """The inputs that a node may return: the first, and either of two that can be exchanged."""
+    count = 2 if is_standard(node, *COMMUTATIVE) and len(node.inputs) == 2 else 1
+    return (value for value in node.inputs[:count] if value is not None)
 
 
-def _is_given_back(source: ir.Value, node: ir.Node, known: Symbolic) -> bool:
-    """Whether the output of a node is this input."""
+def _is_returned(source: ir.Value, node: ir.Node, known: Symbolic) -> bool:
+    """Whether the output of a node is equal to this input."""
     if node.domain != "":
         return False
-    result = node.outputs[0]
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return False
-    if node.op_type == "Identity" or (
-        is_standard(node, "Concat", "Sum", "Max", "Min") and len(node.inputs) == 1
-    ):
+    operator = node.op_type
+    if operator == "Identity":
         return True
-    if node.op_type == "Cast":
-        return known.dtype(source) is not None and node.attributes["to"].as_int() == known.dtype(
-            source
-        )
-    if node.op_type == "Dropout":
+    if operator in ("Concat", "Sum", "Max", "Min") and len(node.inputs) == 1:
+        return True
+    if operator == "Cast":
+        dtype = known.dtype(source)
+        return dtype is not None and node.attributes["to"].as_int() == dtype
+    if operator == "Dropout":
         return len(node.inputs) < 3 or node.inputs[2] is None
     shape = known.shape(source)
-    if shape is None or shape != known.shape(result):
+    if shape is None or shape != known.shape(node.outputs[0]):
         return False
-    if node.op_type in _IF_SHAPE_STAYS:
-        return True
+    return operator in _IF_SHAPE_STAYS or _keeps_elements(source, node, known)
+
+
+def _keeps_elements(source: ir.Value, node: ir.Node, known: Symbolic) -> bool:
+    """Whether a node that keeps the shape of an input keeps its elements, too."""
     if node.op_type == "Slice":
         steps = known.constant(node.inputs[4]) if len(node.inputs) > 4 else [1]
         return steps is not None and all(step == 1 for step in steps)

@@ -7,12 +7,12 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.attention_matching import guarded
 from htp_export.capabilities.optimize.registry import NodePass, register
-from htp_export.editing.editing import constant_array, is_boundary, replace_with
+from htp_export.editing.editing import Array, constant_array, is_boundary, replace_with
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import normalized
 
 _LARGEST = 1 << 22
-"""Elements; larger masks are not read."""
+"""Elements: masks of 2,048 tokens squared; reading larger constants costs more than the guard."""
 
 
 @register("eliminate_nan_guards", level="tolerant")
@@ -38,19 +38,24 @@ class EliminateNanGuards(NodePass):
 
 
 def _has_finite_rows(value: ir.Value | None, *, masked: bool = True) -> bool:
-    """Whether each row of a product, scaled by finite numbers and masked at most once, has a finite element."""
+    """Whether each row of a scaled product has a finite element, after at most one mask."""
     node = producer_of(value, "Div", "MatMul", "Mul", *(["Add"] if masked else []))
     if node is None or node.op_type == "MatMul":
         return node is not None
-    for place in (1, 0) if node.op_type != "Div" else (1,):
-        numbers, operand = constant_array(node.inputs[place], _LARGEST), node.inputs[1 - place]
+    for position in (1, 0) if node.op_type != "Div" else (1,):
+        numbers = constant_array(node.inputs[position], _LARGEST)
+        operand = node.inputs[1 - position]
         if numbers is None:
             continue
         if np.isfinite(numbers).all():
             return _has_finite_rows(operand, masked=masked)
-        rows = np.isfinite(numbers).any(axis=-1) if numbers.ndim else np.zeros(1, bool)
-        only_masks = (
-            node.op_type == "Add" and not np.isnan(numbers).any() and not (numbers == np.inf).any()
-        )
-        return only_masks and bool(rows.all()) and _has_finite_rows(operand, masked=False)
+        is_mask = node.op_type == "Add" and _leaves_a_number_in_rows(numbers)
+        return is_mask and _has_finite_rows(operand, masked=False)
     return False
+
+
+def _leaves_a_number_in_rows(mask: Array) -> bool:
+    """Whether the only infinite summands of a mask are -inf, and each row has a finite one."""
+    if not mask.ndim or np.isnan(mask).any() or (mask == np.inf).any():
+        return False
+    return bool(np.isfinite(mask).any(axis=-1).all())

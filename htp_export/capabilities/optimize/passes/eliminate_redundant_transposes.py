@@ -1,4 +1,4 @@
-"""Transpositions without effect, and consecutive ones."""
+"""Removal of transposes without effect, and merging of consecutive ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from htp_export.shapes.symbolic import Symbolic
 
 @register("eliminate_redundant_transposes", level="exact")
 class EliminateRedundantTransposes(NodePass):
-    """Makes one transposition of several in a row, and takes out those that change nothing."""
+    """Merges consecutive transposes, and removes transposes without effect."""
 
     operators = ("Transpose",)
 
@@ -30,7 +30,7 @@ class EliminateRedundantTransposes(NodePass):
             nodes, joint = [first, node], [before[axis] for axis in joint]
             kind = "cancelling_transposes" if joint == sorted(joint) else "chained_transposes"
             if is_boundary(source):
-                return decline(kind, nodes, "a module takes or gives the tensor in between")
+                return decline(kind, nodes, "a module has the tensor in between as input or output")
             source = first.inputs[0]
         if kind == "chained_transposes":
             replace(node, [ir.node("Transpose", [source], {"perm": joint})])

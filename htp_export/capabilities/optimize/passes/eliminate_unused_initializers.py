@@ -1,4 +1,4 @@
-"""Weights that nothing reads."""
+"""Removal of weights without consumers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from htp_export.capabilities.optimize.registry import register
 
 @register("eliminate_unused_initializers", level="exact")
 class EliminateUnusedInitializers(ir.passes.InPlacePass):
-    """Takes out initializers that no node reads, in subgraphs too."""
+    """Removes initializers that no node uses, in subgraphs too."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False

@@ -1,8 +1,8 @@
-"""Nodes that compute the same in every run."""
+"""Constant folding: nodes that compute the same in every run."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -35,19 +35,20 @@ from htp_export.shapes.sizes import product
 from htp_export.shapes.symbolic import Symbolic
 
 _SMALL = 1 << 14
-"""Elements; transposed and reshaped larger constants become views."""
+"""Elements (64 KB as float32); larger constants become views, which are not copied in memory."""
 
 _VIEWS = RESHAPING | {"Transpose"}
 
 
 @register("fold_constants", level="exact")
 class FoldConstants(ir.passes.InPlacePass):
-    """Computes what depends on no input, with the kernels of ONNX Runtime: the results are what they were.
+    """Folds nodes that depend on no input, with the kernels of ONNX Runtime: results are equal.
 
-    Any operator, with branches and loops, in subgraphs too; but nothing random, and no unpacking of
-    quantized weights. All that is stored in place of nodes may take 1 MiB, or a sixteenth of the
-    model's weights, more than the constants that go with the nodes. Weights are not copied: a
-    transposed or reshaped weight is a view, laid out when the file is written.
+    Any operator is folded, with branches and loops, in subgraphs too, except for random operators
+    and the dequantization of weights. Initializers that replace nodes may take 1 MiB, or a
+    sixteenth of the model's weights, more than the constants that are removed with the nodes.
+    Weights are not copied: a transposed or reshaped weight is a view, which is computed when the
+    file is written.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -63,34 +64,46 @@ class FoldConstants(ir.passes.InPlacePass):
 
 
 def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
+    """Replace transposed and reshaped large weights by views."""
     known: Symbolic | None = None
     modified = False
     for node in graph:
-        weight = node.inputs[0] if is_standard(node, *_VIEWS) else None
-        tensor = weight.const_value if weight is not None and is_constant(weight) else None
-        if (
-            weight is None
-            or tensor is None
-            or tensor.size <= _SMALL
-            or tensor.dtype == ir.DataType.STRING
-        ):
+        tensor = _large_weight_of(node)
+        if tensor is None or node.outputs[0].is_graph_output():
             continue
         known = known or Symbolic(graph, model.opset_imports)
         shape = known.shape(node.outputs[0])
         sizes = [size for size in shape or () if isinstance(size, int)]
-        growth = 0 if all(use.node is node for use in weight.uses()) else bytes_of(tensor)
-        if node.outputs[0].is_graph_output() or shape is None or len(sizes) < len(shape):
+        if shape is None or len(sizes) < len(shape):
             continue
+        weight = node.inputs[0]
+        has_other_uses = weight is not None and any(use.node is not node for use in weight.uses())
+        growth = bytes_of(tensor) if has_other_uses else 0
         if growth and growth > room_left(model):
             continue
-        perm = node.attributes.get_ints("perm") or list(reversed(range(len(sizes))))
-        view = _view(tensor, sizes, perm if node.op_type == "Transpose" else None)
+        perm: Sequence[int] | None = None
+        if node.op_type == "Transpose":
+            perm = node.attributes.get_ints("perm") or list(reversed(range(len(sizes))))
+        view = _view(tensor, sizes, perm)
         recipes: dict[ir.Value, Recipe] = {}
         follow(graph, [node], recipes)
         modified |= _store(graph, node.outputs[0], view, growth, recipes)
     if modified:
         remove_unused(model)
     return modified
+
+
+def _large_weight_of(node: ir.Node) -> ir.TensorProtocol | None:
+    """The large weight that a node transposes or reshapes; None for other nodes."""
+    if not is_standard(node, *_VIEWS):
+        return None
+    weight = node.inputs[0]
+    if weight is None or not is_constant(weight):
+        return None
+    tensor = weight.const_value
+    if tensor is None or tensor.size <= _SMALL or tensor.dtype == ir.DataType.STRING:
+        return None
+    return tensor
 
 
 def _view(
@@ -107,25 +120,26 @@ def _fold(model: ir.Model, graph: ir.Graph) -> bool:
     """Fold the groups of constant nodes of a graph, within the limit of growth."""
     left_out: set[ir.Node] = set()
     folded = False
-    while works := find_constant_nodes(
-        graph, room := room_left(model), left_out, model.opset_imports
-    ):
-        looked_at, nodes = len(left_out), len(graph)
-        for work, results, fault in computed(model, works):
+    while True:
+        room = room_left(model)
+        groups = find_constant_nodes(graph, room, left_out, model.opset_imports)
+        if not groups:
+            return folded
+        left_out_before, nodes_before = len(left_out), len(graph)
+        for group, results, fault in computed(model, groups):
             if fault is not None:
                 left_out.add(fault)
                 continue
-            stored, room = _keep(graph, work, results, left_out, room)
+            stored, room = _keep(graph, group, results, left_out, room)
             folded |= stored
         remove_unused(model)
-        if len(left_out) == looked_at and len(graph) == nodes:
-            break
-    return folded
+        if len(left_out) == left_out_before and len(graph) == nodes_before:
+            return folded
 
 
 def _keep(
     graph: ir.Graph,
-    work: ConstantNodes,
+    group: ConstantNodes,
     results: Mapping[ir.Value, ir.TensorProtocol],
     left_out: set[ir.Node],
     room: int,
@@ -133,27 +147,28 @@ def _keep(
     """Replace values by their results; values that are too large, or no tensors, keep their nodes.
 
     Returns:
-        Whether a value was replaced, and what is left of ``room``, the bytes by which the constants
-        may grow.
+        Whether a value was replaced, and the rest of ``room``, the bytes by which the constants may
+        grow.
     """
     folded, recipes = False, dict[ir.Value, Recipe]()
-    follow(graph, work.nodes, recipes)
-    freed = work.freed if len(results) == len(work.results) else 0
+    follow(graph, group.nodes, recipes)
+    freed = group.freed if len(results) == len(group.results) else 0
     if sum(map(bytes_of, results.values())) - freed > room:
         freed = 0
-    for value in sorted(work.results, key=lambda value: bytes_of(results.get(value))):
-        tensor, maker = results.get(value), value.producer()
-        assert maker is not None
+    for value in sorted(group.results, key=lambda value: bytes_of(results.get(value))):
+        tensor, producer = results.get(value), value.producer()
+        assert producer is not None
         growth = max(0, bytes_of(tensor) - freed)
         if tensor is None or growth > room:
-            left_out.add(maker)
-            decline("unfolded_constants", [maker], f"the result is large: {growth:,} bytes more")
+            left_out.add(producer)
+            decline("unfolded_constants", [producer], f"the result is large: {growth:,} bytes more")
             continue
         room, freed = room - growth, max(0, freed - bytes_of(tensor))
         if _store(graph, value, tensor, growth, recipes):
             folded = True
-            if subgraphs(maker) and not any(v.uses() or v.is_graph_output() for v in maker.outputs):
-                release(maker)
+            is_unused = not any(v.uses() or v.is_graph_output() for v in producer.outputs)
+            if is_unused and subgraphs(producer):
+                release(producer)
     return folded, room
 
 
@@ -165,31 +180,33 @@ def _store(
     recipes: Mapping[ir.Value, Recipe],
 ) -> bool:
     recipe = recipes.get(value) or ["computed", "constant folding"]
-    stored = add_initializer(
-        graph, tensor, str(value.name), recipe if tensor.dtype.is_floating_point() else CONSTANT
-    )
+    if not tensor.dtype.is_floating_point():
+        recipe = CONSTANT
+    stored = add_initializer(graph, tensor, str(value.name), recipe)
     if growth:
         stored.meta[GROWTH] = growth
     return replace_with(value, stored)
 
 
 LEAST_ROOM = 1 << 20
-"""Bytes by which the constants of any model may grow."""
+"""Bytes by which the constants of any model may grow: 1 MiB is little for a file."""
 
 SHARE = 16
-"""A model with large weights may grow by this part of them: one sixteenth."""
+"""A model with large weights may grow by one sixteenth of them: users do not notice 6 %."""
 
 GROWTH = "htp_export.growth"
-"""Key in an initializer's ``meta``: by how many bytes it made the model grow."""
+"""Key in an initializer's ``meta``: the bytes by which the model grew with it."""
 
 _LARGE = 1 << 16
-"""Bytes; larger constants are given to ONNX Runtime as inputs, which does not copy them."""
+"""Bytes; ONNX Runtime receives larger constants as inputs, which it does not copy."""
 
 _LONGEST = 5.0
-"""Seconds that loops and branches may take; the time of other operators is bounded by the size of their results."""
+"""Seconds that loops and branches may take: a file may contain a loop that does not end.
+
+The size of the results bounds the time of other operators."""
 
 _UNPACKING = frozenset(("DequantizeLinear",))
-"""These unpack quantized weights; if they were folded, the model would no longer be quantized."""
+"""Operators that dequantize weights: without them, the model would no longer be quantized."""
 
 
 def room_left(model: ir.Model) -> int:
@@ -204,12 +221,12 @@ def room_left(model: ir.Model) -> int:
 
 def _reads(node: ir.Node) -> Collection[ir.Value]:
     """The inputs of a node, and the values that its subgraphs capture."""
-    bodies = {body for holder in with_subgraphs(node) for body in subgraphs(holder)}
+    bodies = {body for inner in with_subgraphs(node) for body in subgraphs(inner)}
     return dict.fromkeys(value for value in reads_of(node) if value.graph not in bodies)
 
 
 def _held_back(node: ir.Node) -> bool:
-    """Whether a node is not folded although all its inputs are constant."""
+    """Whether a node stays although all its inputs are constant."""
     operators = {inner.op_type for inner in with_subgraphs(node)}
     if operators & _UNPACKING:
         decline("unfolded_constants", [node], "it unpacks quantized weights")
@@ -218,32 +235,36 @@ def _held_back(node: ir.Node) -> bool:
 
 
 class ConstantNodes:
-    """Connected nodes that compute the same in every run; ``results`` are read elsewhere, ``constants`` here."""
+    """Connected nodes that compute the same in every run.
+
+    ``results``: their outputs that other nodes use. ``constants``: the constants that they use.
+    """
 
     def __init__(self, nodes: Sequence[ir.Node]) -> None:
         self.nodes = nodes
         self._inside = {inner for node in nodes for inner in with_subgraphs(node)}
-        made = {value: None for node in nodes for value in node.outputs}
-        self.results = [
-            value
-            for value in made
-            if not value.is_graph_output()
-            and (value.type is None or isinstance(value.type, ir.TensorType))
-            and any(use.node not in self._inside for use in value.uses())
-        ]
-        self.constants = list(
-            dict.fromkeys(value for node in nodes for value in _reads(node) if value not in made)
-        )
+        outputs = {value: None for node in nodes for value in node.outputs}
+        self.results = [value for value in outputs if self._is_result(value)]
+        constants: dict[ir.Value, None] = {}
+        for node in nodes:
+            constants.update((value, None) for value in _reads(node) if value not in outputs)
+        self.constants = list(constants)
+
+    def _is_result(self, value: ir.Value) -> bool:
+        is_tensor = value.type is None or isinstance(value.type, ir.TensorType)
+        if value.is_graph_output() or not is_tensor:
+            return False
+        return any(use.node not in self._inside for use in value.uses())
 
     @property
     def freed(self) -> int:
         """Bytes of constants without other consumers."""
-        alone = (
-            value
-            for value in self.constants
-            if all(use.node in self._inside for use in value.uses())
-        )
-        return sum(bytes_of(value.const_value) for value in alone if not value.is_graph_output())
+        freed = 0
+        for value in self.constants:
+            is_used_elsewhere = any(use.node not in self._inside for use in value.uses())
+            if not is_used_elsewhere and not value.is_graph_output():
+                freed += bytes_of(value.const_value)
+        return freed
 
 
 def find_constant_nodes(
@@ -252,51 +273,56 @@ def find_constant_nodes(
     left_out: Collection[ir.Node] = (),
     opsets: Mapping[str, int] | None = None,
 ) -> list[ConstantNodes]:
-    """The nodes of one graph that can be folded, without those that are left out.
+    """The nodes of one graph that can be folded, except for ``left_out``.
 
-    The graph is in topological order; values that it captures may be constants, too. ``room`` is
-    how many bytes a result may have in addition to those of the constants from which it is
-    computed: a few bytes of a file can ask for any number of values, so that a node is left until
-    its size is known, or cannot become known any more.
+    The graph is in topological order; captured values may be constants, too. ``room``: the bytes
+    that a result may have in addition to those of the constants that it is computed from. A few
+    bytes of a file can ask for any number of elements, so that a node stays until its size is
+    known.
     """
+    # One walk with several reasons to skip a node: each is an early exit with its reason.
     known: Symbolic | None = None
     sources: dict[ir.Value, frozenset[ir.Value]] = {}
     constant_nodes: list[ir.Node] = []
     for node in graph:
-        read = _reads(node)
-        if (
-            not all(value in sources or is_constant(value) for value in read)
-            or node in left_out
-            or _held_back(node)
-        ):
+        inputs = _reads(node)
+        if not all(value in sources or is_constant(value) for value in inputs):
+            continue
+        if node in left_out or _held_back(node):
             continue
         known = known or Symbolic(graph, opsets)
-        taken = frozenset[ir.Value]().union(*(sources.get(value, (value,)) for value in read))
-        most = room + sum(bytes_of(value.const_value) for value in taken)
+        constants = frozenset[ir.Value]().union(*(sources.get(arg, (arg,)) for arg in inputs))
+        most = room + sum(bytes_of(value.const_value) for value in constants)
         sizes = [_size(value, known) for value in node.outputs if value.name]
-        if None in sizes and not all(is_constant(value) or _is_sequence(value) for value in read):
-            continue  # once the tensors that it reads have been computed, its size may be known
-        if None in sizes and (growing := _growing(node, known, most)) is not None:
-            decline(
-                "unfolded_constants",
-                [node],
-                f"the size of what {growing.op_type} makes is not known",
-            )
-            continue
+        if None in sizes:
+            if not all(is_constant(value) or _is_sequence(value) for value in inputs):
+                continue  # its size may be known in the next round, when the inputs are folded
+            growing = _growing(node, known, most)
+            if growing is not None:
+                why = f"the size of the result of {growing.op_type} is not known"
+                decline("unfolded_constants", [node], why)
+                continue
         if all(size is None or size <= most for size in sizes):
-            sources.update(dict.fromkeys(node.outputs, taken))
+            sources.update(dict.fromkeys(node.outputs, constants))
             constant_nodes.append(node)
         else:
-            folded = {node, *constant_nodes}
-            alone = (value for value in taken if all(use.node in folded for use in value.uses()))
-            grown = sum(filter(None, sizes)) - sum(bytes_of(value.const_value) for value in alone)
-            decline("unfolded_constants", [node], f"the result is large: {grown:,} bytes more")
-    works = (ConstantNodes(nodes) for nodes in connected(constant_nodes, reads=_reads))
-    return [work for work in works if work.results]
+            growth = sum(filter(None, sizes)) - _bytes_only_for({node, *constant_nodes}, constants)
+            decline("unfolded_constants", [node], f"the result is large: {growth:,} bytes more")
+    groups = (ConstantNodes(nodes) for nodes in connected(constant_nodes, reads=_reads))
+    return [group for group in groups if group.results]
+
+
+def _bytes_only_for(nodes: Collection[ir.Node], constants: Iterable[ir.Value]) -> int:
+    """The bytes of constants that no other nodes use."""
+    total = 0
+    for value in constants:
+        if all(use.node in nodes for use in value.uses()):
+            total += bytes_of(value.const_value)
+    return total
 
 
 def _growing(node: ir.Node, known: Symbolic, most: int) -> ir.Node | None:
-    """The first node, it or one in its subgraphs, whose results may be larger than what it reads, as numbers say."""
+    """The first of a node and its inner nodes whose results may be larger than their inputs."""
     for inner in with_subgraphs(node):
         sizes = [_size(value, known) for value in inner.outputs if value.name]
         bounded = inner.domain == "" and inner.op_type not in GROWING
@@ -306,21 +332,22 @@ def _growing(node: ir.Node, known: Symbolic, most: int) -> ir.Node | None:
 
 
 def _is_sequence(value: ir.Value) -> bool:
-    """Whether a value is a sequence or an optional value, which cannot be stored as an initializer."""
+    """Whether a value is a sequence or an optional value, which cannot be an initializer."""
     if value.type is not None:
         return not isinstance(value.type, ir.TensorType)
     node = value.producer()
     if node is None or not onnx.defs.has(node.op_type, node.domain):
         return False
     formals = onnx.defs.get_schema(node.op_type, node.domain).outputs
-    return not any(
-        kind.startswith("tensor")
-        for kind in formals[min(value.index() or 0, len(formals) - 1)].types
-    )
+    formal = formals[min(value.index() or 0, len(formals) - 1)]  # the last one may be variadic
+    return not any(name.startswith("tensor") for name in formal.types)
 
 
 def _size(value: ir.Value, known: Symbolic) -> int | None:
-    """Bytes of a tensor; None if they are not known, for example if a size depends on floating-point numbers."""
+    """Bytes of a tensor.
+
+    None if they are unknown, for example if a size is computed from floats.
+    """
     shape, dtype = known.shape(value), known.dtype(value)
     elements = product(shape) if shape is not None else None
     if not isinstance(elements, int) or dtype == ir.DataType.STRING:
@@ -329,54 +356,53 @@ def _size(value: ir.Value, known: Symbolic) -> int | None:
 
 
 def computed(
-    model: ir.Model, works: Sequence[ConstantNodes]
+    model: ir.Model, groups: Sequence[ConstantNodes]
 ) -> Iterator[tuple[ConstantNodes, Mapping[ir.Value, ir.TensorProtocol], ir.Node | None]]:
-    """Each group with its results, and its first node that ONNX Runtime cannot run, if there is one.
+    """Each group with its results, and its first node that ONNX Runtime cannot run, if any.
 
-    Groups without large weights are computed in one run, and each other one by itself, so that the
-    large weights of one group only are in memory.
+    Groups without large weights are computed in one run, and each other one in a run of its own, so
+    that memory holds the large weights of one group only.
     """
-    large = {
-        work
-        for work in works
-        if any(bytes_of(value.const_value) > _LARGE for value in work.constants)
-    }
-    runs = [
-        [work for work in works if work not in large],
-        *([work] for work in works if work in large),
-    ]
+    large = {group: None for group in groups if _has_large_constants(group)}
+    small = [group for group in groups if group not in large]
+    runs = [small, *([group] for group in large)]
     while runs:
         together = runs.pop(0)
-        nodes = [node for work in together for node in work.nodes]
+        if not together:
+            continue
+        nodes = [node for group in together for node in group.nodes]
+        wanted = [value for group in together for value in group.results]
         try:
-            tensors = (
-                _run(model, nodes, [value for work in together for value in work.results])
-                if nodes
-                else {}
-            )
-        except Exception:  # ONNX Runtime's errors share no base but this
+            tensors = _run(model, nodes, wanted)
+        except Exception:  # the errors of ONNX Runtime have no other common base
             if len(together) > 1:
-                runs[:0] = [[work] for work in together]
+                runs[:0] = [[group] for group in together]
             else:
                 yield together[0], {}, _first_fault(model, nodes)
             continue
-        for work in together:
-            yield work, {value: tensors[value] for value in work.results if value in tensors}, None
+        for group in together:
+            results = {value: tensors[value] for value in group.results if value in tensors}
+            yield group, results, None
+
+
+def _has_large_constants(group: ConstantNodes) -> bool:
+    return any(bytes_of(value.const_value) > _LARGE for value in group.constants)
 
 
 def _first_fault(model: ir.Model, nodes: Sequence[ir.Node]) -> ir.Node:
-    """The first of connected nodes that does not run; one with a subgraph, which may not end, is not tried again."""
-    if loop := next(filter(subgraphs, nodes), None):
-        return loop
+    """The first of connected nodes that does not run, or a node with a subgraph.
+
+    A subgraph may not end, so that it does not run again.
+    """
+    for node in nodes:
+        if subgraphs(node):
+            return node
     low, high = 0, len(nodes) - 1
     while low < high:
         middle = (low + high) // 2
+        results = [value for value in nodes[middle].outputs if value.name]
         try:
-            _run(
-                model,
-                nodes[: middle + 1],
-                [value for value in nodes[middle].outputs if value.name][:1],
-            )
+            _run(model, nodes[: middle + 1], results[:1])
             low = middle + 1
         except Exception:
             high = middle
@@ -384,46 +410,44 @@ def _first_fault(model: ir.Model, nodes: Sequence[ir.Node]) -> ir.Node:
 
 
 def _tensor(array: Array) -> ir.TensorProtocol:
-    if array.dtype.kind in "OSU":
-        return ir.StringTensor(
-            [str(text).encode() for text in array.reshape(-1)], shape=ir.Shape(array.shape)
-        )
-    return ir.tensor(array)
+    if array.dtype.kind not in "OSU":
+        return ir.tensor(array)
+    texts = [str(text).encode() for text in array.reshape(-1)]
+    return ir.StringTensor(texts, shape=ir.Shape(array.shape))
 
 
 def _run(
     model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.TensorProtocol]:
-    """Run nodes without inputs in ONNX Runtime without its own optimisations; tensors only."""
+    """Run nodes without inputs in ONNX Runtime without its optimizations; tensors only."""
     graph = onnx.GraphProto(name="constants")
     feeds: dict[str, Array] = {}
     for value in ConstantNodes(nodes).constants:
         name, tensor = str(value.name), value.const_value
         assert tensor is not None
         array = tensor.numpy()
-        if tensor.nbytes > _LARGE and array.dtype.isbuiltin == 1 and array.dtype.kind in "biuf":
+        can_be_fed = array.dtype.isbuiltin == 1 and array.dtype.kind in "biuf"
+        if tensor.nbytes > _LARGE and can_be_fed:
             feeds[name] = array
-            graph.input.append(
-                onnx.helper.make_tensor_value_info(name, int(tensor.dtype), array.shape)
-            )
-        else:
-            in_memory = (
-                tensor
-                if isinstance(tensor, ir.StringTensor)
-                else ir.Tensor(array, dtype=tensor.dtype)
-            )
-            graph.initializer.append(ir.to_proto(in_memory))
-            graph.initializer[-1].name = name
+            info = onnx.helper.make_tensor_value_info(name, int(tensor.dtype), array.shape)
+            graph.input.append(info)
+            continue
+        if not isinstance(tensor, ir.StringTensor):
+            tensor = ir.Tensor(array, dtype=tensor.dtype)
+        graph.initializer.append(ir.to_proto(tensor))
+        graph.initializer[-1].name = name
     graph.node.extend(ir.to_proto(node) for node in nodes)
     graph.output.extend(onnx.ValueInfoProto(name=str(value.name)) for value in wanted)
-    imports = [
-        onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()
-    ]
+    opsets = model.opset_imports.items()
+    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets]
     proto = onnx.helper.make_model(graph, opset_imports=imports, ir_version=model.ir_version)
-    session = Session(
-        RunnableModel(proto.SerializeToString(), "constants"), changes=as_written(threads=1)
-    )
+    runnable = RunnableModel(proto.SerializeToString(), "constants")
+    session = Session(runnable, changes=as_written(threads=1))
     longest = _LONGEST if any(map(subgraphs, nodes)) else None  # nothing else bounds a loop
     results = session.run(feeds, [str(value.name) for value in wanted], longest=longest)
-    arrays = ((value, results[str(value.name)]) for value in wanted)
-    return {value: _tensor(array) for value, array in arrays if isinstance(array, np.ndarray)}
+    tensors: dict[ir.Value, ir.TensorProtocol] = {}
+    for value in wanted:
+        result = results[str(value.name)]
+        if isinstance(result, np.ndarray):
+            tensors[value] = _tensor(result)
+    return tensors

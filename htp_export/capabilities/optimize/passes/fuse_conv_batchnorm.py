@@ -1,4 +1,4 @@
-"""Batch normalisation, folded into the convolution before it."""
+"""Batch normalization, folded into the convolution before it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from htp_export.model.recipes import batchnorm_folded, recipe_of
 from htp_export.weights.products import changed_when_written
 
 _LARGEST = 1e8
-"""Factors of a channel; larger ones may make weights infinite, which stay finite where the results are scaled."""
+"""The largest factor of a channel: with larger ones, weights may become infinite, and results may
+not."""
 
 
 @register("fuse_conv_batchnorm", level="tolerant")
 class FuseConvBatchnorm(NodePass):
-    """Scales the weights and bias of a convolution as the batch normalisation after it would scale the result.
+    """Folds a batch normalization into the weights and bias of the convolution before it.
 
-    The new weights are computed when they are written, one at a time: no second set is held in
-    memory.
+    The new weights are computed when they are written, one at a time, so that memory holds no
+    second set.
     """
 
     operators = ("BatchNormalization",)
@@ -31,7 +32,8 @@ class FuseConvBatchnorm(NodePass):
         conv = producer_of(node.inputs[0], "Conv")
         if conv is None:
             return False
-        if why := _why_not(conv, node):
+        why = _why_not(conv, node)
+        if why:
             return decline("conv_batchnorm", [conv, node], why)
         self._fuse(conv, node)
         return True
@@ -57,16 +59,13 @@ class FuseConvBatchnorm(NodePass):
 
 
 def _why_not(conv: ir.Node, norm: ir.Node) -> str:
-    """Why the normalisation cannot be folded; empty if it can."""
+    """Why the normalization cannot be folded; empty if it can."""
     if only_consumer(conv.outputs[0]) is None:
-        return "what the Conv gives is read elsewhere"
+        return "other nodes use the result of the Conv"
     if norm.attributes.get_int("training_mode", 0) or len(norm.outputs) > 1:
-        return "the normalisation is in training mode"
-    weights = [
-        conv.inputs[1],
-        *norm.inputs[1:],
-        *(value for value in conv.inputs[2:] if value is not None),
-    ]
+        return "the normalization is in training mode"
+    bias = [value for value in conv.inputs[2:] if value is not None]
+    weights = [conv.inputs[1], *norm.inputs[1:], *bias]
     if not all(map(is_constant, weights)):
         return "weights or statistics are computed"
     if weights[0].dtype != ir.DataType.FLOAT:  # type: ignore[union-attr]
@@ -79,15 +78,21 @@ def _bias(conv: ir.Node) -> ir.Value | None:
 
 
 def has_large_factors(norm: ir.Node, bias: ir.Value | None = None) -> bool:
-    """Whether weights that are scaled like the results of a layer before a ``BatchNormalization`` may overflow."""
+    """Whether weights may overflow that a ``BatchNormalization`` is folded into.
+
+    ``bias``: the bias of the layer before it.
+    """
     scale, shift = _scale_and_shift(norm, bias)
     return not ((np.abs(scale) <= _LARGEST).all() and np.isfinite(shift).all())
 
 
 def _scale_and_shift(norm: ir.Node, bias: ir.Value | None) -> tuple[Array, Array]:
-    """The factor of each channel, and what is added to it, with the bias of the layer before."""
-    gamma, beta, mean, variance = (value.const_value.numpy() for value in norm.inputs[1:])  # type: ignore[union-attr]
-    before = 0 if bias is None or bias.const_value is None else bias.const_value.numpy()
+    """The factor and the summand of each channel, with the bias of the layer before."""
+    parameters: list[Any] = [value.const_value for value in norm.inputs[1:] if value is not None]
+    gamma, beta, mean, variance = (tensor.numpy() for tensor in parameters)
+    before: Array | int = 0
+    if bias is not None and bias.const_value is not None:
+        before = bias.const_value.numpy()
     with np.errstate(all="ignore"):
         scale = gamma / np.sqrt(variance + np.float32(norm.attributes.get_float("epsilon", 1e-5)))
         return scale, (beta + (before - mean) * scale).astype(np.float32)

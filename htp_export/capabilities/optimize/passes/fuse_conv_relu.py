@@ -13,7 +13,7 @@ _DOMAIN = "com.microsoft"
 
 @register("fuse_conv_relu", level="fused")
 class FuseConvRelu(NodePass):
-    """Makes ONNX Runtime's ``FusedConv`` of a convolution and a ``Relu``."""
+    """Fuses a convolution and a ``Relu`` into ONNX Runtime's ``FusedConv``."""
 
     operators = ("Relu",)
 
@@ -22,7 +22,7 @@ class FuseConvRelu(NodePass):
         if conv is None:
             return False
         if only_consumer(conv.outputs[0]) is None:
-            return decline("conv_relu", [conv, node], "what the Conv gives is read elsewhere")
+            return decline("conv_relu", [conv, node], "other nodes use the result of the Conv")
         attributes = {**conv.attributes, "activation": ir.AttrString("activation", "Relu")}
         replace(node, [ir.node("FusedConv", conv.inputs, attributes, domain=_DOMAIN)])
         self.graph.opset_imports.setdefault(_DOMAIN, 1)

@@ -1,4 +1,4 @@
-"""ONNX Runtime's own operators for attention, normalisation with skip connections, GELU and rotary embedding."""
+"""ONNX Runtime's operators for attention, skip connections, GELU, and rotary embedding."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ from htp_export.editing.editing import (
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import recipes_of_computed, replaced_by
 from htp_export.process.quiet import quiet
+from htp_export.shapes.known import Shape
 from htp_export.shapes.operator_kinds import is_standard, without_copies
 from htp_export.shapes.sizes import product
 from htp_export.shapes.symbolic import Symbolic, written_shape
 
 _HIDDEN = "htp_export.hidden"
-_LARGE = 1 << 20  # values
+_LARGE = 1 << 20  # elements of a constant result: 4 MB as float32, far more than sizes and masks
 
 
 @register("fuse_for_onnxruntime", level="fused")
 class FuseForOnnxruntime(LibraryPass):
-    """Fuses attention, skip connections with normalisation, GELU and rotary embedding, with onnxscript's rules."""
+    """Fuses attention, skip connections with normalization, GELU and rotary embedding.
+
+    The rules are onnxscript's.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         from onnxscript.rewriter.ort_fusions import optimize_for_ort
@@ -58,53 +62,60 @@ class FuseForOnnxruntime(LibraryPass):
         register_constants(rewritten.graph)
         _join_results(rewritten.graph, results)
         replaced_by("onnxscript", rewritten, stored, computed)
-        _turn_batches(rewritten)
+        _write_batch_transposes(rewritten)
         _complete(rewritten)
         left = {str(node.name): why for node, why in unhandled.items() if node.graph is not None}
         return LibraryResult(rewritten, list(rewritten.graph) != before, left)
 
 
 def _is_unsound(node: ir.Node) -> bool:
-    """Whether rules would make of a node what does not run, computes something else, or is not finite where it was."""
-    # taken for group normalization: an operator that runs on GPUs only
+    """Whether a rule would write a node that fails, computes something else, or overflows."""
+    # the rule for group normalization matches it: its operator runs on GPUs only
     if is_standard(node, "InstanceNormalization"):
         return True
-    # between reshapes, it becomes a product of its factors as they are
+    # between reshapes, a rule replaces it by a product without the transpose
     if is_standard(node, "Gemm"):
-        return _is_turned(node)
-    if is_standard(node, "Div"):  # multiplied by the reciprocal
+        return _transposes(node)
+    if is_standard(node, "Div"):  # a rule multiplies by the reciprocal
         return constant_array(node.inputs[1], 1) is not None and multiple(node) is None
     is_folded = is_standard(node, "BatchNormalization") and all(map(is_constant, node.inputs[1:]))
     return is_folded and has_large_factors(node)
 
 
-def _is_turned(gemm: ir.Node) -> bool:
+def _transposes(gemm: ir.Node) -> bool:
     """Whether a ``Gemm`` transposes a factor."""
     return any(gemm.attributes.get_int(key, 0) for key in ("transA", "transB"))
 
 
 def _growing(graph: ir.Graph) -> list[ir.Node]:
-    """Nodes with large constant results: onnxscript folds constants before it checks the size of the result."""
+    """Nodes with large constant results.
+
+    onnxscript folds constants before it checks the size of the result.
+    """
     known: Symbolic | None = None
-    growing = []
+    growing: list[ir.Node] = []
     for node in graph:
-        read = [
-            ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None
-        ]
-        if node.domain or not all(tensor is not None for tensor in read):
+        inputs = [value for value in node.inputs if value is not None]
+        tensors = [ir.convenience.get_const_tensor(value) for value in inputs]
+        constants = [tensor for tensor in tensors if tensor is not None]
+        if node.domain or len(constants) < len(tensors):
             continue
         known = known or Symbolic(graph)
-        shapes = [known.shape(value) for value in node.outputs]
-        sizes = [None if shape is None else product(shape) for shape in shapes]
-        most = _LARGE + sum(tensor.size for tensor in read if tensor is not None)
-        if not all(isinstance(size, int) and size <= most for size in sizes):
+        most = _LARGE + sum(tensor.size for tensor in constants)
+        if not all(_is_at_most(known.shape(value), most) for value in node.outputs):
             growing.append(node)
     return growing
 
 
+def _is_at_most(shape: Shape | None, most: int) -> bool:
+    """Whether a tensor has a known number of elements, and at most this one."""
+    size = None if shape is None else product(shape)
+    return isinstance(size, int) and size <= most
+
+
 @contextlib.contextmanager
 def _hidden(model: ir.Model, nodes: Sequence[ir.Node]) -> Iterator[None]:
-    """Hide nodes from rules: they get another domain for the time."""
+    """Hide nodes from rules: they are in another domain until the end."""
     if nodes:
         model.opset_imports[_HIDDEN] = 1
     for node in nodes:
@@ -118,34 +129,31 @@ def _hidden(model: ir.Model, nodes: Sequence[ir.Node]) -> Iterator[None]:
 
 
 class _Unflatten(NodePass):
-    """Replaces a ``Gemm`` between reshapes that join the dimensions before the last by ``MatMul`` and ``Add``.
+    """Replaces a ``Gemm`` between reshapes that flatten the leading axes by ``MatMul`` and ``Add``.
 
-    onnxscript's rules for attention do not match these reshapes, or mistake the joined shape for
+    onnxscript's rules for attention do not match these reshapes, or mistake the flattened shape for
     the original one.
     """
 
     operators = ("Gemm",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        known, settings = self.known, node.attributes
-        first, last = (
-            producer_of(node.inputs[0], "Reshape"),
-            only_consumer(node.outputs[0], "Reshape"),
-        )
-        is_scaled = any(settings.get_float(key, 1.0) != 1.0 for key in ("alpha", "beta"))
-        if first is None or last is None or len(node.inputs) < 3 or _is_turned(node) or is_scaled:
+        known, attributes = self.known, node.attributes
+        first = producer_of(node.inputs[0], "Reshape")
+        last = only_consumer(node.outputs[0], "Reshape")
+        if first is None or last is None or len(node.inputs) < 3:
             return False
-        source, shape, matrix = (
-            first.inputs[0],
-            known.shape(first.inputs[0]),
-            known.shape(node.inputs[1]),
-        )
-        result = known.shape(last.outputs[0])
+        is_scaled = any(attributes.get_float(key, 1.0) != 1.0 for key in ("alpha", "beta"))
+        if is_scaled or _transposes(node):
+            return False
+        source, result = first.inputs[0], known.shape(last.outputs[0])
+        shape, matrix = known.shape(source), known.shape(node.inputs[1])
         if source is None or shape is None or matrix is None or result is None or len(result) < 3:
             return False
         if result[-1] != matrix[1] or known.rank(node.inputs[2]) != 1:
             return False
-        wanted, nodes = (*result[:-1], matrix[0]), []
+        wanted = (*result[:-1], matrix[0])
+        nodes: list[ir.Node] = []
         if shape != wanted:
             target = reshape_target(shape, wanted)
             if target is None:
@@ -158,7 +166,10 @@ class _Unflatten(NodePass):
 
 
 class _WriteReciprocals(NodePass):
-    """Writes ``1 / Sqrt(ReduceMean + epsilon)`` of TorchScript as dynamo does: onnxscript matches RMS norms so."""
+    """Rewrites ``1 / Sqrt(ReduceMean + epsilon)`` of TorchScript as dynamo writes it.
+
+    onnxscript matches RMS norms in this form.
+    """
 
     operators = ("Div",)
 
@@ -180,52 +191,54 @@ class _WriteReciprocals(NodePass):
 
 
 def _join_results(graph: ir.Graph, names: Sequence[str | None]) -> None:
-    """Return a tensor twice that was returned twice: onnxscript copies it under a name of its own for the second."""
-    for place, (value, name) in enumerate(zip(graph.outputs, names, strict=True)):
-        copying = value.producer()
-        if (
-            value.name != name
-            and copying is not None
-            and (source := without_copies(value)).name == name
-        ):
-            graph.outputs[place] = source
-            graph.remove(copying, safe=True)
+    """Restore a tensor that is two outputs of the graph: onnxscript copies it for the second."""
+    for position, (value, name) in enumerate(zip(graph.outputs, names, strict=True)):
+        copy = value.producer()
+        if value.name == name or copy is None:
+            continue
+        source = without_copies(value)
+        if source.name == name:
+            graph.outputs[position] = source
+            graph.remove(copy, safe=True)
 
 
-def _turn_batches(model: ir.Model) -> None:
-    """Insert a ``Transpose`` in place of ``transBatchA`` or ``transBatchB`` of a ``FusedMatMul`` with other ranks.
+def _write_batch_transposes(model: ir.Model) -> None:
+    """Replace ``transBatchA`` and ``transBatchB`` of a ``FusedMatMul`` by a ``Transpose``.
 
-    ONNX Runtime runs these only if both factors have the same rank, which onnxscript's rules do not
-    check.
+    ONNX Runtime accepts them only if both factors have the same rank, which onnxscript's rules do
+    not check.
     """
     known: Symbolic | None = None
     for node in list(model.graph):
         if (node.domain, node.op_type) != ("com.microsoft", "FusedMatMul"):
             continue
-        turned = [
-            place
-            for place, side in enumerate("AB")
-            if node.attributes.get_int(f"transBatch{side}", 0)
-        ]
-        known = known or (Symbolic(model.graph) if turned else None)
-        if known is None or known.rank(node.inputs[0]) == known.rank(node.inputs[1]):
+        flags = ("transBatchA", "transBatchB")
+        transposed = [k for k, flag in enumerate(flags) if node.attributes.get_int(flag, 0)]
+        if not transposed:
             continue
-        for place in turned:
-            value, rank = node.inputs[place], known.rank(node.inputs[place])
-            if value is not None and rank is not None:
-                perm = [*range(1, rank - 1), 0, rank - 1]
-                back = ir.node(
-                    "Transpose", [value], {"perm": perm}, name=f"{node.name}_Transpose{place}"
-                )
-                model.graph.insert_before(node, back)
-                node.replace_input_with(place, back.outputs[0])
-                node.attributes.pop(f"transBatch{'AB'[place]}")
+        known = known or Symbolic(model.graph)
+        if known.rank(node.inputs[0]) == known.rank(node.inputs[1]):
+            continue
+        for position in transposed:
+            value, rank = node.inputs[position], known.rank(node.inputs[position])
+            if value is None or rank is None:
+                continue
+            perm = {"perm": [*range(1, rank - 1), 0, rank - 1]}
+            name = f"{node.name}_Transpose{position}"
+            transpose = ir.node("Transpose", [value], perm, name=name)
+            model.graph.insert_before(node, transpose)
+            node.replace_input_with(position, transpose.outputs[0])
+            node.attributes.pop(flags[position])
+
+
+def _is_unused(value: ir.Value) -> bool:
+    return not value.uses() and not value.is_graph_output()
 
 
 def _complete(model: ir.Model) -> None:
-    """Remove optional outputs of ONNX Runtime's operators that nothing reads, and set the shapes of the others.
+    """Remove unused optional outputs of ONNX Runtime's operators, and set the shapes of the others.
 
-    onnxscript's rules leave both to others: the sum before a normalisation, and shapes that later
+    onnxscript's rules leave both to others: the sum before a normalization, and shapes that later
     passes need.
     """
     known = Symbolic(model.graph)
@@ -233,11 +246,7 @@ def _complete(model: ir.Model) -> None:
         if node.domain != "com.microsoft":
             continue
         count = len(node.outputs)
-        while (
-            count > 1
-            and not node.outputs[count - 1].uses()
-            and not node.outputs[count - 1].is_graph_output()
-        ):
+        while count > 1 and _is_unused(node.outputs[count - 1]):
             count -= 1
         node.resize_outputs(count)
         for value in node.outputs:

@@ -12,7 +12,7 @@ from htp_export.shapes.symbolic import Symbolic
 
 @register("fuse_matmul_add", level="tolerant")
 class FuseMatmulAdd(NodePass):
-    """Makes ``Gemm`` of ``MatMul`` and ``Add`` where the matrices have two dimensions."""
+    """Fuses ``MatMul`` and ``Add`` of matrices into ``Gemm``."""
 
     operators = ("Add",)
 
@@ -22,32 +22,27 @@ class FuseMatmulAdd(NodePass):
             return False
         product, bias = parts
         if not _fits(self.known, product, bias):
-            return decline(
-                "matmul_add_2d", [product, node], "the bias does not fit the columns of the weight"
-            )
+            why = "the bias does not fit the columns of the weight"
+            return decline("matmul_add_2d", [product, node], why)
         replace(node, [ir.node("Gemm", [*product.inputs, bias])])
         return True
 
 
 def product_and_bias(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """The ``MatMul`` and the constant that an ``Add`` adds, if it is the only consumer of the product."""
+    """The ``MatMul`` and the constant that an ``Add`` adds, if nothing else uses the product."""
     for product, bias in (node.inputs, tuple(reversed(node.inputs))):
-        maker = producer_of(product, "MatMul")
-        if product is None or bias is None or maker is None:
+        matmul = producer_of(product, "MatMul")
+        if product is None or bias is None or matmul is None or not is_constant(bias):
             continue
-        if is_constant(bias):
-            if only_consumer(product) is not None and not is_boundary(product):
-                return maker, bias
-            ranks = [
-                None if value is None or value.shape is None else len(value.shape)
-                for value in maker.inputs
-            ]
-            why = (
-                "a module gives the product"
-                if is_boundary(product)
-                else "the product without its bias is read, too"
-            )
-            decline("matmul_add_2d" if ranks == [2, 2] else "matmul_add_3d", [maker, node], why)
+        if is_boundary(product):
+            why = "the product is an output of a module"
+        elif only_consumer(product) is None:
+            why = "other nodes use the product without its bias"
+        else:
+            return matmul, bias
+        shapes = [value.shape if value is not None else None for value in matmul.inputs]
+        is_2d = all(shape is not None and len(shape) == 2 for shape in shapes)
+        decline("matmul_add_2d" if is_2d else "matmul_add_3d", [matmul, node], why)
     return None
 
 

@@ -1,4 +1,4 @@
-"""A product of a batch of matrices with one matrix and a bias, as one node between two reshapes."""
+"""A product with a batch, and a bias, as one node between two reshapes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from htp_export.editing.editing import is_constant, replace
 
 @register("fuse_matmul_add_3d", level="tolerant")
 class FuseMatmulAdd3d(NodePass):
-    """Makes ``Reshape``, ``Gemm``, ``Reshape`` of ``MatMul`` and ``Add`` with a batch.
+    """Fuses ``MatMul`` and ``Add`` with a batch into ``Reshape``, ``Gemm``, ``Reshape``.
 
-    It saves nodes where reshapes merge, and costs exactness there: the result of the linear layer
-    is no tensor of the file any more.
+    It removes nodes if the reshapes merge with others. Modules become inexact: the result of the
+    linear layer is no tensor of the file any more.
     """
 
     operators = ("Add",)
@@ -27,13 +27,9 @@ class FuseMatmulAdd3d(NodePass):
         product, bias = parts
         source, weight = product.inputs
         source_shape, matrix, result = map(self.known.shape, (source, weight, node.outputs[0]))
-        if (
-            source_shape is None
-            or matrix is None
-            or result is None
-            or len(source_shape) < 3
-            or len(matrix) != 2
-        ):
+        if source_shape is None or matrix is None or result is None:
+            return False
+        if len(source_shape) < 3 or len(matrix) != 2:
             return False
         # one size may be open
         target = reshape_target((), result) if source_shape[:-1] == result[:-1] else None
@@ -46,13 +42,7 @@ class FuseMatmulAdd3d(NodePass):
         else:
             rows = ir.node("Reshape", [source, integers(node, [-1, matrix[0]], "rows")])
             gemm = ir.node("Gemm", [rows.outputs[0], weight, bias])
-            replace(
-                node,
-                [
-                    rows,
-                    gemm,
-                    ir.node("Reshape", [gemm.outputs[0], integers(node, target, "shape")]),
-                ],
-            )
+            shaped = ir.node("Reshape", [gemm.outputs[0], integers(node, target, "shape")])
+            replace(node, [rows, gemm, shaped])
             return True
         return decline("matmul_add_3d", [product, node], why)

@@ -1,4 +1,4 @@
-"""Factors and summands after a normalisation, folded into its weights."""
+"""Factors and summands after a normalization, folded into its weights."""
 
 from __future__ import annotations
 
@@ -17,38 +17,32 @@ from htp_export.editing.editing import (
 from htp_export.model.recipes import of_values
 
 _NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization")
-"""These have a scale and a bias for each channel, the second dimension."""
+"""Operators with a scale and a bias for each channel, the second dimension."""
 
 
 @register("fuse_normalization_scale", level="tolerant")
 class FuseNormalizationScale(NodePass):
-    """Takes ``Mul`` and ``Add`` of one number a channel into the instance or batch normalisation before them."""
+    """Folds ``Mul`` and ``Add`` of one number a channel into the normalization before them.
+
+    The normalization is an instance or batch normalization.
+    """
 
     operators = ("Add", "Mul")
 
     def rewrite(self, node: ir.Node) -> bool:
-        for place in (0, 1):
-            norm, numbers = (
-                absorbed(node.inputs[place], *_NORMALIZATIONS),
-                constant_array(node.inputs[1 - place]),
-            )
+        for value, factor in (node.inputs, tuple(reversed(node.inputs))):
+            norm, numbers = absorbed(value, *_NORMALIZATIONS), constant_array(factor)
             if numbers is not None and norm is not None and self._fuse(norm, node, numbers):
                 return True
         return False
 
     def _fuse(self, norm: ir.Node, node: ir.Node, numbers: Array) -> bool:
         scale, bias = constant_array(norm.inputs[1]), constant_array(norm.inputs[2])
-        rank, training = (
-            self.known.rank(norm.inputs[0]),
-            norm.attributes.get_int("training_mode", 0),
-        )
-        if (
-            scale is None
-            or bias is None
-            or rank is None
-            or training
-            or any(out.uses() for out in norm.outputs[1:])
-        ):
+        rank = self.known.rank(norm.inputs[0])
+        if scale is None or bias is None or rank is None:
+            return False
+        is_training = norm.attributes.get_int("training_mode", 0)
+        if is_training or any(output.uses() for output in norm.outputs[1:]):
             return False
         per_channel = _per_channel(numbers, rank, len(scale))
         if per_channel is None or per_channel.dtype != scale.dtype:
@@ -60,31 +54,26 @@ class FuseNormalizationScale(NodePass):
                 bias = bias + per_channel
         if scale is None or bias is None or not np.isfinite(bias).all():
             return False
-        name, factor = node.outputs[0].name, [value for value in node.inputs if is_constant(value)]
-        recipes = [of_values("a normalization's scale", read, *factor) for read in norm.inputs[1:3]]
-        parameters = [
-            add_constant(self.graph, array, f"{name}_{what}", recipe)
-            for array, what, recipe in zip((scale, bias), ("scale", "bias"), recipes, strict=True)
-        ]
-        replace(
-            node,
-            [
-                ir.node(
-                    norm.op_type, [norm.inputs[0], *parameters, *norm.inputs[3:]], norm.attributes
-                )
-            ],
-        )
+        name, factors = node.outputs[0].name, [value for value in node.inputs if is_constant(value)]
+        parameters: list[ir.Value] = []
+        for kind, array, old in (("scale", scale, norm.inputs[1]), ("bias", bias, norm.inputs[2])):
+            recipe = of_values("a normalization's scale", old, *factors)
+            parameters.append(add_constant(self.graph, array, f"{name}_{kind}", recipe))
+        inputs = [norm.inputs[0], *parameters, *norm.inputs[3:]]
+        replace(node, [ir.node(norm.op_type, inputs, norm.attributes)])
         return True
 
 
 def _per_channel(numbers: Array, rank: int, channels: int) -> Array | None:
-    """One number for each channel from numbers that broadcast to a tensor; None if a channel has several."""
+    """One number for each channel from numbers that broadcast to a tensor.
+
+    None if a channel has several.
+    """
     if numbers.ndim > rank:
         return None
     shape = (1,) * (rank - numbers.ndim) + numbers.shape
-    if any(size != 1 for axis, size in enumerate(shape) if axis != 1) or shape[1] not in (
-        1,
-        channels,
-    ):
+    if any(size != 1 for axis, size in enumerate(shape) if axis != 1):
+        return None
+    if shape[1] not in (1, channels):
         return None
     return np.ascontiguousarray(np.broadcast_to(numbers.reshape(-1), (channels,)))

@@ -18,15 +18,16 @@ from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of
 
 _LARGEST = 1 << 22
-"""Elements; larger constants are not read."""
+"""Elements: masks of 2,048 tokens squared; reading larger constants costs more than the sum."""
 
 _CANCELLING = 10
-"""Constants that cancel are added only if neither is larger: the rounding error stays below 1e-6."""
+"""Constants that cancel are added only if neither is larger: the rounding error stays below
+1e-6."""
 
 
 @register("merge_constant_sums", level="tolerant")
 class MergeConstantSums(NodePass):
-    """Adds one constant where two are added in a row, and none where it is zero everywhere."""
+    """Merges two consecutive additions of constants, and removes additions of zeros."""
 
     operators = ("Add",)
 
@@ -46,7 +47,7 @@ class MergeConstantSums(NodePass):
         if joint is None:
             return False
         assert inner is not None
-        values = [each for each in (*inner.inputs, *node.inputs) if each is not None]
+        values = [arg for arg in (*inner.inputs, *node.inputs) if arg is not None]
         recipe = step("add", *map(recipe_of, filter(is_constant, values)))
         summand = add_constant(self.graph, joint, f"{node.outputs[0].name}_summand", recipe)
         replace(node, [ir.node("Add", [source, summand])])
@@ -54,16 +55,21 @@ class MergeConstantSums(NodePass):
 
 
 def _summand(node: ir.Node | None) -> tuple[ir.Value | None, Array | None]:
-    """The operands of an ``Add`` of a floating-point constant: the other value, and the constant."""
-    for place in (1, 0) if node is not None else ():
-        numbers, value = constant_array(node.inputs[place], _LARGEST), node.inputs[1 - place]  # type: ignore[union-attr]
+    """The operands of an ``Add`` of a constant of floats: the other value, and the constant."""
+    if node is None:
+        return None, None
+    for constant, value in (reversed(node.inputs), node.inputs):
+        numbers = constant_array(constant, _LARGEST)
         if numbers is not None and numbers.dtype.kind == "f" and value is not None:
             return value, numbers
     return None, None
 
 
 def _sum(one: Array, other: Array) -> Array | None:
-    """The sum of two constants; None if it is larger than both, or if adding them one after the other is safer."""
+    """The sum of two constants.
+
+    None if it is larger than both, or less exact than two additions.
+    """
     if one.dtype != other.dtype:
         return None
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""A transposition between two reshapes that join and split dimensions."""
+"""A transpose between two reshapes that merge and split axes."""
 
 from __future__ import annotations
 
@@ -11,50 +11,49 @@ from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshap
 from htp_export.capabilities.optimize.registry import NodePass, integers, register
 from htp_export.editing.editing import is_boundary, replace
 from htp_export.model.neighbours import only_consumer, producer_of
-from htp_export.shapes.sizes import Dim, product
+from htp_export.shapes.sizes import Dim
 
 
 @register("merge_layout_ops", level="exact")
 class MergeLayoutOps(NodePass):
-    """Makes one ``Transpose`` of Reshape, Transpose, Reshape where whole dimensions move.
+    """Merges Reshape, Transpose, Reshape into one ``Transpose`` if they move whole axes.
 
-    And a ``Reshape`` of a ``Transpose`` next to one, where only dimensions of size 1 move.
+    Also, a ``Transpose`` next to a ``Reshape`` becomes a ``Reshape`` if it only moves axes of size
+    1.
     """
 
     operators = ("Transpose",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        before, after = (
-            producer_of(node.inputs[0], "Reshape"),
-            only_consumer(node.outputs[0], "Reshape"),
-        )
+        before = producer_of(node.inputs[0], "Reshape")
+        after = only_consumer(node.outputs[0], "Reshape")
         perm = permutation(node, self.known)
-        if perm is None:
+        if perm is None or (before is None and after is None):
             return False
         if before is not None and after is not None and self._join(before, node, after, perm):
             return True
-        return (before is not None or after is not None) and self._reshape(node, perm)
+        return self._reshape(node, perm)
 
     def _join(self, first: ir.Node, node: ir.Node, last: ir.Node, perm: Sequence[int]) -> bool:
-        """Make one ``Transpose`` of a transposition between two reshapes."""
-        values = (first.inputs[0], node.inputs[0], last.outputs[0])
-        source_shape, joined, result = (self.known.shape(value) for value in values)
-        if (
-            any(map(is_boundary, (first.outputs[0], node.outputs[0])))
-            or last.inputs[0] is not node.outputs[0]
-        ):
+        """Merge a transpose between two reshapes into one ``Transpose``."""
+        if is_boundary(first.outputs[0]) or is_boundary(node.outputs[0]):
             return False
-        groups = None if source_shape is None or joined is None else grouped(source_shape, joined)
-        if groups is None or source_shape is None:
+        if last.inputs[0] is not node.outputs[0]:
             return False
-        axes = [axis for place in perm for axis in groups[place]]
-        if tuple(source_shape[axis] for axis in axes) != result:
+        source_shape, merged = self.known.shape(first.inputs[0]), self.known.shape(node.inputs[0])
+        if source_shape is None or merged is None:
+            return False
+        groups = grouped(source_shape, merged)
+        if groups is None:
+            return False
+        axes = [axis for merged_axis in perm for axis in groups[merged_axis]]
+        if tuple(source_shape[axis] for axis in axes) != self.known.shape(last.outputs[0]):
             return False
         replace(last, [ir.node("Transpose", [first.inputs[0]], {"perm": axes})])
         return True
 
     def _reshape(self, node: ir.Node, perm: Sequence[int]) -> bool:
-        """Replace a ``Transpose`` that moves dimensions of size 1 only by a ``Reshape``."""
+        """Replace a ``Transpose`` that only moves axes of size 1 by a ``Reshape``."""
         source_shape = self.known.shape(node.inputs[0])
         target = reshape_target(source_shape, self.known.shape(node.outputs[0]))
         if source_shape is None or target is None:
@@ -66,21 +65,23 @@ class MergeLayoutOps(NodePass):
         return True
 
 
-def grouped(apart: Sequence[Dim], joined: Sequence[Dim]) -> list[list[int]] | None:
-    """For each dimension of a reshaped shape, the consecutive dimensions that were joined; None if none were.
+def grouped(split: Sequence[Dim], merged: Sequence[Dim]) -> list[list[int]] | None:
+    """For each axis of a merged shape, the consecutive axes of the other; None if it is no merge.
 
     Examples:
         >>> grouped((2, 4, 8, 16), (8, 8, 16)), grouped((2, 4), (8,)), grouped((8, 4), (4, 8))
         ([[0, 1], [2], [3]], [[0, 1]], None)
     """
     groups: list[list[int]] = []
-    place = 0
-    for size in joined:
+    axis = 0
+    for size in merged:
         group: list[int] = []
-        while place < len(apart) and (not group or product(apart[axis] for axis in group) != size):
-            group.append(place)
-            place += 1
-        if product(apart[axis] for axis in group) != size:
+        total: Dim = 1
+        while axis < len(split) and (not group or total != size):
+            group.append(axis)
+            total = total * split[axis]
+            axis += 1
+        if total != size:
             return None
         groups.append(group)
-    return groups if place == len(apart) else None
+    return groups if axis == len(split) else None

@@ -1,4 +1,4 @@
-"""Consecutive reductions."""
+"""Merging of consecutive reductions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from htp_export.shapes.known import axes_of, normalized
 
 @register("merge_reductions", level="tolerant")
 class MergeReductions(NodePass):
-    """Makes one reduction of two in a row over other dimensions: mean of means, sum of sums.
+    """Merges two consecutive reductions over different axes: mean of means, sum of sums.
 
-    Not of products: in another order, they may overflow.
+    Products are not merged: in another order, they may overflow.
     """
 
     operators = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum")
@@ -25,19 +25,18 @@ class MergeReductions(NodePass):
         first_axes, second_axes = self._axes(first), self._axes(node)
         if first_axes is None or second_axes is None:
             return False
-        rank = self.known.rank(first.inputs[0])
-        left = [axis for axis in range(rank or 0) if keep or axis not in first_axes]
-        axes = sorted({*first_axes, *(left[axis] for axis in second_axes)})
+        source, rank = first.inputs[0], self.known.rank(first.inputs[0])
+        kept_axes = [axis for axis in range(rank or 0) if keep or axis not in first_axes]
+        axes = sorted({*first_axes, *(kept_axes[axis] for axis in second_axes)})
         if "axes" in node.attributes:
-            replace(
-                node, [ir.node(node.op_type, [first.inputs[0]], {"axes": axes, "keepdims": keep})]
-            )
+            reduced = ir.node(node.op_type, [source], {"axes": axes, "keepdims": keep})
+            replace(node, [reduced])
         else:
-            inputs = [first.inputs[0], integers(node, axes, "axes")]
+            inputs = [source, integers(node, axes, "axes")]
             replace(node, [ir.node(node.op_type, inputs, {"keepdims": keep})])
         return True
 
     def _axes(self, node: ir.Node) -> list[int] | None:
-        """The dimensions that a node reduces; None if they are not written, which means all or none."""
+        """The axes that a node reduces; None if the node has none, which means all or no axes."""
         axes, rank = axes_of(node, self.known), self.known.rank(node.inputs[0])
         return [normalized(axis, rank) for axis in axes] if axes and rank is not None else None

@@ -1,4 +1,4 @@
-"""Consecutive reshapes."""
+"""Merging of consecutive reshapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from htp_export.shapes.operator_kinds import RESHAPING, is_standard
 
 @register("merge_reshapes", level="exact")
 class MergeReshapes(NodePass):
-    """Makes one ``Reshape`` of several operators in a row that only change the shape."""
+    """Merges consecutive operators that only change the shape into one ``Reshape``."""
 
     operators = tuple(sorted(RESHAPING))
 
@@ -22,15 +22,13 @@ class MergeReshapes(NodePass):
         source = first.inputs[0] if first is not None else None
         if first is None or source is None:
             return False
-        if why := _needed(first):
+        why = _needed(first)
+        if why:
             return decline("chained_reshapes", [first, node], why)
         target = reshape_target(self.known.shape(source), self.known.shape(node.outputs[0]))
         if target is None:
-            return decline(
-                "chained_reshapes",
-                [first, node],
-                "more than one size of the result is not known beforehand",
-            )
+            why = "more than one size of the result is not known beforehand"
+            return decline("chained_reshapes", [first, node], why)
         replace(node, [ir.node("Reshape", [source, integers(node, target, "shape")])])
         return True
 
@@ -39,8 +37,8 @@ def _needed(node: ir.Node) -> str:
     """Why the first of two reshapes would stay; empty if it would be unused."""
     value = node.outputs[0]
     if is_boundary(value):
-        return "a module takes or gives the tensor in between"
-    alone = not value.is_graph_output() and all(
-        is_standard(use.node, *RESHAPING) for use in value.uses()
-    )
-    return "" if alone else "what lies between is read elsewhere"
+        return "a module has the tensor in between as input or output"
+    only_reshapes = all(is_standard(use.node, *RESHAPING) for use in value.uses())
+    if value.is_graph_output() or not only_reshapes:
+        return "other nodes use the tensor in between"
+    return ""

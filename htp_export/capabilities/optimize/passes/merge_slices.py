@@ -1,4 +1,4 @@
-"""Consecutive slices, slices that cover a tensor, and slices that are concatenated again."""
+"""Merging of consecutive slices, of slices that cover a tensor, and of concatenated slices."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from htp_export.shapes.operators.indexing import slice_bounds
 from htp_export.shapes.symbolic import Symbolic
 
 _MOST_INDICES = 1 << 14
-"""Of a ``Gather`` in place of slices: a constant of 128 KiB at most, which costs less than the copies that it saves."""
+"""Indices of a ``Gather`` that replaces slices: 128 KiB, less than the copies that it saves."""
 
 
 @register("merge_slices", level="exact")
 class MergeSlices(ir.passes.InPlacePass):
-    """Makes one node of slices: of two in a row, of all parts of a tensor, and of parts that are put together again.
+    """Merges consecutive slices, all slices of a tensor, and slices that are concatenated again.
 
-    Two slices in a row that cut other dimensions are one. Slices of one tensor that are joined
-    along the same dimension (``torch.roll``) are one ``Gather``. Slices that leave nothing of a
-    tensor out are one ``Split``, but for those that modules give: they stay results of nodes of
-    their own.
+    Two consecutive slices of different axes become one. Slices of one tensor that are concatenated
+    along the same axis (``torch.roll``) become one ``Gather``. Slices that cover a tensor become
+    one ``Split``, except for outputs of modules, which stay results of their own nodes.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -45,13 +44,13 @@ class MergeSlices(ir.passes.InPlacePass):
 
 
 def _bounds(node: ir.Node | None, known: Symbolic) -> dict[int, tuple[int, int, int]] | None:
-    """Start, end and step for each dimension that a ``Slice`` cuts, if they are constant inputs of it."""
+    """Start, end and step for each axis that a ``Slice`` cuts; None if they are computed."""
     is_slice = node is not None and is_standard(node, "Slice") and len(node.inputs) > 2
     return slice_bounds(node, known) if node is not None and is_slice else None
 
 
 class Part(NamedTuple):
-    """A part of one dimension of a tensor, whose bounds are counted from the front."""
+    """A part of one axis of a tensor, with bounds from the front."""
 
     source: ir.Value
     axis: int
@@ -61,7 +60,10 @@ class Part(NamedTuple):
 
 
 def part_of(value: ir.Value | None, known: Symbolic) -> Part | None:
-    """The part of another tensor that a ``Slice`` or a ``Split`` gives, if it cuts one dimension of known size."""
+    """The part of another tensor that a ``Slice`` or a ``Split`` returns.
+
+    None if it cuts several axes, or an axis of unknown size.
+    """
     node = producer_of(value, "Slice", "Split")
     source = node.inputs[0] if node is not None else None
     shape = known.shape(source)
@@ -69,110 +71,128 @@ def part_of(value: ir.Value | None, known: Symbolic) -> Part | None:
         return None
     if node.op_type == "Split":
         axis = normalized(node.attributes.get_int("axis", 0), len(shape))
-        shapes = [known.shape(each) for each in node.outputs[: [*node.outputs].index(value) + 1]]  # type: ignore[arg-type]
-        sizes = [
-            size for each in shapes if each is not None and isinstance(size := each[axis], int)
-        ]
-        return (
-            Part(source, axis, sum(sizes[:-1]), sum(sizes), 1)
-            if len(sizes) == len(shapes)
-            else None
-        )
+        return _part_of_split(source, axis, node, value, known)
     bounds = _bounds(node, known)
     if bounds is None or len(bounds) != 1:
         return None
-    ((axis, (start, end, step)),) = bounds.items()
-    if not isinstance(size := shape[axis], int):
+    [(axis, (start, end, step))] = bounds.items()
+    size = shape[axis]
+    if not isinstance(size, int):
         return None
-    # Python clamps the others as ONNX
+    # Python clamps the other bounds as ONNX does
     return Part(source, axis, *slice(max(start, -size), end, step).indices(size))
 
 
+def _part_of_split(
+    source: ir.Value, axis: int, node: ir.Node, value: ir.Value | None, known: Symbolic
+) -> Part | None:
+    """The part of an output of a ``Split``; None if sizes up to it are unknown."""
+    start = end = 0
+    for output in node.outputs:
+        shape = known.shape(output)
+        size = shape[axis] if shape is not None else None
+        if not isinstance(size, int):
+            return None
+        start, end = end, end + size
+        if output is value:
+            break
+    return Part(source, axis, start, end, 1)
+
+
 def covers(parts: Sequence[Part], known: Symbolic) -> bool:
-    """Whether parts, in this order, are all of one dimension of one tensor, without gaps and none of them empty."""
-    source, axis = parts[0][:2]
-    edges, shape = [0, *(part.end for part in parts)], known.shape(source)
-    alike = all(part.source is source and (part.axis, part.step) == (axis, 1) for part in parts)
-    apart = [part.start for part in parts] == edges[:-1] and all(
-        part.start < part.end for part in parts
-    )
-    return alike and apart and shape is not None and edges[-1] == shape[axis]
+    """Whether parts are, in this order, all of one axis of one tensor; no part is empty."""
+    source, axis = parts[0].source, parts[0].axis
+    end = 0
+    for part in parts:
+        if part.source is not source or (part.axis, part.step) != (axis, 1):
+            return False
+        if part.start != end or part.end <= part.start:
+            return False
+        end = part.end
+    shape = known.shape(source)
+    return shape is not None and end == shape[axis]
 
 
 def _merge_in_a_row(node: ir.Node, known: Symbolic) -> bool:
-    """Make one ``Slice`` of two in a row, if all that read the first one's result are slices of other dimensions."""
+    """Merge two consecutive slices, if all consumers of the first are slices of other axes."""
     outer = _bounds(node, known)
     between = node.inputs[0] if outer is not None else None
     first = producer_of(between, "Slice")
     inner = _bounds(first, known)
     if outer is None or between is None or first is None or inner is None:
         return False
-    cuts = [_bounds(use.node, known) for use in between.uses()]
     if is_boundary(between) or between.is_graph_output():
         return False
-    if not all(cut is not None and cut.keys().isdisjoint(inner) for cut in cuts):
-        return False
-    bounds = inner | outer
-    starts, ends, steps = zip(*bounds.values(), strict=True)
-    columns = {"starts": starts, "ends": ends, "axes": [*bounds], "steps": steps}
-    replace(
-        node,
-        [
-            ir.node(
-                "Slice",
-                [first.inputs[0], *(integers(node, n, what) for what, n in columns.items())],
-            )
-        ],
-    )
+    for use in between.uses():
+        bounds = _bounds(use.node, known)
+        if bounds is None or not bounds.keys().isdisjoint(inner):
+            return False
+    both = inner | outer
+    starts, ends, steps = zip(*both.values(), strict=True)
+    inputs = [
+        first.inputs[0],
+        integers(node, starts, "starts"),
+        integers(node, ends, "ends"),
+        integers(node, [*both], "axes"),
+        integers(node, steps, "steps"),
+    ]
+    replace(node, [ir.node("Slice", inputs)])
     return True
 
 
 def _gather(node: ir.Node, known: Symbolic) -> bool:
-    """Make one ``Gather`` of a ``Concat`` of slices of one tensor."""
+    """Replace a ``Concat`` of slices of one tensor by a ``Gather``."""
     if not is_standard(node, "Concat") or len(node.inputs) < 2:
         return False
     rank = known.rank(node.outputs[0])
     axis = None if rank is None else normalized(node.attributes["axis"].as_int(), rank)
-    parts = [part_of(value if absorbed(value, "Slice") else None, known) for value in node.inputs]
-    (source, *others), found = (
-        {part and part.source for part in parts},
-        [part for part in parts if part is not None],
-    )
-    if others or any(part.axis != axis for part in found):
-        return False
-    indices = [index for part in found for index in range(*part[2:])]
-    if not 0 < len(indices) <= _MOST_INDICES:
+    source: ir.Value | None = None
+    indices: list[int] = []
+    for value in node.inputs:
+        part = part_of(value, known) if absorbed(value, "Slice") else None
+        if part is None or part.axis != axis or part.source is not (source or part.source):
+            return False
+        source = part.source
+        indices += range(part.start, part.end, part.step)
+        if len(indices) > _MOST_INDICES:
+            return False
+    if not indices:
         return False
     replace(node, [ir.node("Gather", [source, integers(node, indices, "indices")], {"axis": axis})])
     return True
 
 
 def _split(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
-    """Make one ``Split`` of consecutive slices that cover a tensor, the first of which is a node."""
+    """Replace consecutive slices that cover a tensor by a ``Split``.
+
+    ``node`` is the first of them.
+    """
     first = part_of(node.outputs[0], known) if is_standard(node, "Slice") else None
     if first is None or first.start != 0:
         return False
-    readers = dict.fromkeys(use.node for use in first.source.uses() if use.node.graph is graph)
-    slices = [
-        each for each in readers if is_standard(each, "Slice") and not is_boundary(each.outputs[0])
-    ]
-    found = [
-        (part, each) for each in slices if (part := part_of(each.outputs[0], known)) is not None
-    ]
-    alike = [(part, each) for part, each in found if (part.axis, part.step) == (first.axis, 1)]
-    parts = sorted(alike, key=lambda each: each[0][2:4])
-    if len(parts) < 2 or not covers([part for part, _ in parts], known):
+    found: list[tuple[Part, ir.Node]] = []
+    consumers = dict.fromkeys(use.node for use in first.source.uses() if use.node.graph is graph)
+    for consumer in consumers:
+        if not is_standard(consumer, "Slice") or is_boundary(consumer.outputs[0]):
+            continue
+        part = part_of(consumer.outputs[0], known)
+        if part is not None and (part.axis, part.step) == (first.axis, 1):
+            found.append((part, consumer))
+    found.sort(key=lambda pair: (pair[0].start, pair[0].end))
+    if len(found) < 2 or not covers([part for part, _ in found], known):
         return False
-    put_split(
-        graph, first.source, first.axis, [(part.end - part.start, each) for part, each in parts]
-    )
+    sizes = [(part.end - part.start, consumer) for part, consumer in found]
+    put_split(graph, first.source, first.axis, sizes)
     return True
 
 
 def put_split(
     graph: ir.Graph, source: ir.Value, axis: int, parts: Sequence[tuple[int, ir.Node]]
 ) -> None:
-    """Replace nodes by one ``Split`` of a tensor: the size of each part, and the node whose output it takes over."""
+    """Replace nodes by one ``Split`` of a tensor.
+
+    ``parts``: the size of each part, and the node whose output it replaces.
+    """
     nodes = {node for _, node in parts}
     earliest = next(node for node in graph if node in nodes)
     outputs = [

@@ -1,4 +1,4 @@
-"""Consecutive factors, and products with reciprocals."""
+"""Merging of consecutive factors, and of products with reciprocals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from htp_export.model.recipes import of_values
 
 @register("simplify_arithmetic", level="tolerant")
 class SimplifyArithmetic(NodePass):
-    """Multiplies once where a value is multiplied by one constant after another, and divides where by a reciprocal."""
+    """Merges consecutive constant factors, and replaces products with reciprocals by divisions."""
 
     operators = ("Mul", "Div")
 
@@ -19,21 +19,30 @@ class SimplifyArithmetic(NodePass):
         if _divide(node):
             return True
         outer = multiple(node)
-        inner = scaled(outer[0]) if outer is not None else None
-        joint = times(outer[1], inner[1]) if outer is not None and inner is not None else None
-        if inner is None or joint is None:
+        if outer is None:
             return False
-        read = [*node.inputs, *(outer[0].producer().inputs if outer is not None else ())]  # type: ignore[union-attr]
-        recipe = of_values("a joint factor", *filter(is_constant, read))
+        value, outer_factor = outer
+        inner = scaled(value)
+        if inner is None:
+            return False
+        source, inner_factor = inner
+        joint = times(outer_factor, inner_factor)
+        if joint is None:
+            return False
+        inputs = [*node.inputs, *value.producer().inputs]  # type: ignore[union-attr]
+        recipe = of_values("a joint factor", *filter(is_constant, inputs))
         factor = add_constant(self.graph, joint, f"{node.outputs[0].name}_factor", recipe)
-        replace(node, [ir.node("Mul", [inner[0], factor])])
+        replace(node, [ir.node("Mul", [source, factor])])
         return True
 
 
 def _divide(node: ir.Node) -> bool:
-    """Make a ``Div`` of a ``Mul`` by a ``Reciprocal`` that nothing else reads."""
-    for place in (1, 0) if node.op_type == "Mul" else ():
-        if reciprocal := absorbed(node.inputs[place], "Reciprocal"):
-            replace(node, [ir.node("Div", [node.inputs[1 - place], reciprocal.inputs[0]])])
+    """Replace a ``Mul`` by a ``Reciprocal`` without other consumers by a ``Div``."""
+    if node.op_type != "Mul":
+        return False
+    for value, other in (reversed(node.inputs), node.inputs):
+        reciprocal = absorbed(value, "Reciprocal")
+        if reciprocal is not None:
+            replace(node, [ir.node("Div", [other, reciprocal.inputs[0]])])
             return True
     return False

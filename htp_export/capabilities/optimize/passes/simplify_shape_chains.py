@@ -1,4 +1,4 @@
-"""Computations of sizes: folded if constant, shared if equal, and removed if not needed."""
+"""Computations of sizes: constant ones folded, equal ones shared, unneeded ones removed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from htp_export.shapes.sizes import Dim
 
 @register("simplify_shape_chains", level="exact")
 class SimplifyShapeChains(NodePass):
-    """Computes sizes once, and lets ``Reshape`` and ``Expand`` do with constants where shapes allow it."""
+    """Computes sizes once, and replaces shapes of ``Reshape`` and ``Expand`` by constants."""
 
     operators = ()
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        self._seen: dict[object, ir.Value] = {}  # type and contents → the first value that has them
+        self._seen: dict[object, ir.Value] = {}  # type and contents → the first value with them
         return super().call(model)
 
     def rewrite(self, node: ir.Node) -> bool:
@@ -32,31 +32,33 @@ class SimplifyShapeChains(NodePass):
         return modified
 
     def _constant_target(self, node: ir.Node) -> bool:
-        """Give a ``Reshape`` or ``Expand`` a constant in place of a computed shape."""
-        known, is_reshape = self.known, node.op_type == "Reshape"
-        if (
-            not is_standard(node, "Reshape", "Expand")
-            or node.inputs[1] is None
-            or known.constant(node.inputs[1])
-        ):
+        """Replace the computed shape of a ``Reshape`` or ``Expand`` by a constant."""
+        if not is_standard(node, "Reshape", "Expand") or node.inputs[1] is None:
             return False
-        shapes = known.shape(node.inputs[0]), known.shape(node.outputs[0])
-        target = reshape_target(*shapes) if is_reshape else _expand_target(*shapes)
-        if target is None or (is_reshape and node.attributes.get_int("allowzero", 0) == 1):
+        if self.known.constant(node.inputs[1]):
+            return False
+        source, result = self.known.shape(node.inputs[0]), self.known.shape(node.outputs[0])
+        if node.op_type == "Expand":
+            target = _expand_target(source, result)
+        elif node.attributes.get_int("allowzero", 0) == 1:
+            return False
+        else:
+            target = reshape_target(source, result)
+        if target is None:
             return False
         node.replace_input_with(1, integers(node, target, "shape"))
         return True
 
     def _one_gather(self, node: ir.Node) -> bool:
-        """Gather a size as a vector, instead of as a number that ``Unsqueeze`` makes a vector."""
+        """Gather a size as a vector, instead of as a number before an ``Unsqueeze``."""
         gather = producer_of(node.inputs[0], "Gather") if is_standard(node, "Unsqueeze") else None
         if gather is None or only_consumer(gather.outputs[0]) is None:
             return False
-        place = self.known.contents(gather.inputs[1])
-        if place is None or place.ndim or self.known.rank(gather.inputs[0]) != 1:
+        index = self.known.contents(gather.inputs[1])
+        if index is None or index.ndim or self.known.rank(gather.inputs[0]) != 1:
             return False
-        index = integers(node, [place.item()], "index")
-        replace(node, [ir.node("Gather", [gather.inputs[0], index], {"axis": 0})])
+        indices = integers(node, [index.item()], "index")
+        replace(node, [ir.node("Gather", [gather.inputs[0], indices], {"axis": 0})])
         return True
 
     def _reuse(self, value: ir.Value, contents: Contents) -> bool:
@@ -75,21 +77,19 @@ class SimplifyShapeChains(NodePass):
 
     def _put_together(self, node: ir.Node, contents: Contents) -> bool:
         """Replace a shape that ``Where`` selects by the ``Concat`` of its elements."""
-        dtype, seen = self.known.dtype(node.outputs[0]), self._seen
-        if (
-            not is_standard(node, "Where")
-            or contents.ndim != 1
-            or dtype is None
-            or not node.outputs[0].uses()
-        ):
+        result, seen = node.outputs[0], self._seen
+        dtype = self.known.dtype(result)
+        if not is_standard(node, "Where") or contents.ndim != 1:
+            return False
+        if dtype is None or not result.uses():
             return False
         parts: list[ir.Value] = []
-        for item in contents:
-            if isinstance(item, int):
-                array = np.array([item], dtype.numpy())
-                parts.append(add_constant(self.graph, array, f"{node.outputs[0].name}_part"))
-            elif (dtype, (1,), item) in seen:
-                parts.append(seen[dtype, (1,), item])
+        for size in contents:
+            if isinstance(size, int):
+                array = np.array([size], dtype.numpy())
+                parts.append(add_constant(self.graph, array, f"{result.name}_part"))
+            elif (dtype, (1,), size) in seen:
+                parts.append(seen[dtype, (1,), size])
             else:
                 return False
         concat = ir.node("Concat", parts, {"axis": 0})
@@ -102,9 +102,9 @@ class SimplifyShapeChains(NodePass):
 def reshape_target(
     source: tuple[Dim, ...] | None, result: tuple[Dim, ...] | None
 ) -> list[int] | None:
-    """The shape argument of a ``Reshape`` from one shape to another, in numbers; None if there is none.
+    """The shape argument of a ``Reshape`` from one shape to another; None if there is none.
 
-    A size that stays in its place is 0, and one other unknown size -1.
+    A size that both shapes have at one position is 0, and one other unknown size is -1.
 
     Examples:
         >>> from htp_export.shapes.sizes import symbol
@@ -117,12 +117,12 @@ def reshape_target(
     if source is None or result is None:
         return None
     target: list[int] = []
-    for place, dim in enumerate(result):
+    for axis, dim in enumerate(result):
         if isinstance(dim, int):
             if dim == 0:
                 return None
             target.append(dim)
-        elif place < len(source) and source[place] == dim:
+        elif axis < len(source) and source[axis] == dim:
             target.append(0)
         elif -1 in target:
             return None
@@ -134,13 +134,14 @@ def reshape_target(
 def _expand_target(
     source: tuple[Dim, ...] | None, result: tuple[Dim, ...] | None
 ) -> list[int] | None:
-    """The shape argument of an ``Expand``, in numbers; a size that the input has itself is 1."""
+    """The shape argument of an ``Expand``; a size that the input has, too, is 1."""
     if source is None or result is None:
         return None
     aligned: tuple[Dim, ...] = (1,) * (len(result) - len(source)) + source
-    target = [1 if dim == mine else dim for dim, mine in zip(result, aligned, strict=True)]
-    return (
-        [dim for dim in target if isinstance(dim, int)]
-        if all(isinstance(dim, int) for dim in target)
-        else None
-    )
+    target: list[int] = []
+    for dim, source_dim in zip(result, aligned, strict=True):
+        size = 1 if dim == source_dim else dim
+        if not isinstance(size, int):
+            return None
+        target.append(size)
+    return target
