@@ -1,4 +1,4 @@
-"""Plans: ordered rules that give values to modules, and through them to nodes (docs/quantize.md, "Plans").
+"""Plans: ordered rules that give values to modules, and through them to nodes (docs/plans.md).
 
 A rule holds for the regions of the modules that its selector names, without those that it excludes,
 call by call. Nodes without owners are the root's. What has no value because its modules have

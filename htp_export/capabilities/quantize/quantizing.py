@@ -79,7 +79,7 @@ def quantize(
     """Give modules other precisions, and keep the module tags.
 
     A rule holds for the regions of the modules that its selector names; the last one wins
-    (``docs/quantize.md``, "Plans"). Exactly the nodes of these regions change; all others, and what
+    (``docs/plans.md``). Exactly the nodes of these regions change; all others, and what
     they read, stay as they are. So does a node that cannot have its precision: ``kept`` of the
     result has the reason.
 
