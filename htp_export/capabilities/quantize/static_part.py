@@ -83,10 +83,9 @@ class StaticPart:
         """
         model = self._without_faulty()
         while wrong := self._clipped(model.graph) | self._outside(model.graph):
-            # Each attempt leaves one node more; otherwise, this would not end.
-            again = wrong.keys() & self.left.keys()
-            if again:
-                raise PartError(wrong[min(again)])
+            if wrong.keys() <= self.left.keys():
+                # The next attempt would be the same: the loop ends because `left` grows.
+                raise PartError(next(iter(wrong.values())))
             self.left |= wrong
             model = self._without_faulty()
         show_biases(model.graph, self.hidden)
