@@ -430,17 +430,14 @@ class _Casting:
         Consumers that read only the size of a tensor, and have the same precision in the plan, do
         not need the old type.
         """
-        wide: list[ir.Usage] = []
-        for use in value.uses():
-            if self._reads_narrow(use.node, use.idx):
-                continue
-            if not _narrows(use.node):
-                if not self._reads_size(use.node):
-                    wide.append(use)
-            elif _casts_to(use.node, self._type):
-                # a narrowing Cast of an earlier call: its consumers read this value from now on
+        others = [use for use in value.uses() if not self._reads_narrow(use.node, use.idx)]
+        for use in others:
+            if _narrows(use.node) and _casts_to(use.node, self._type):
+                # a Cast of an earlier call: its consumers read this value from now on
                 self._widened[use.node.outputs[0]] = value
                 use.node.outputs[0].replace_all_uses_with(value)
+        others = [use for use in others if not _narrows(use.node)]
+        wide = [use for use in others if not self._reads_size(use.node)]
         keeps_type = value.is_graph_output() and (bool(wide) or not self._narrows_io)
         if wide or keeps_type:
             producer = value.producer()
