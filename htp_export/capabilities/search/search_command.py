@@ -146,7 +146,7 @@ def _show_stopped(
     storage: str | None,
     trials: int,
 ) -> None:
-    """Write the front so far, and say how to go on."""
+    """Write the front so far, and print how to continue."""
     from htp_export.capabilities.search.front_files import write_plans
     from htp_export.capabilities.search.search_results import SearchInterrupted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,12 +135,9 @@ class Sensitivity(Result):
     @property
     def ranking(self) -> tuple[ModuleSensitivity, ...]:
         """The rows with an error, of all modules and precisions, the largest error first."""
-        by_error: list[tuple[float, ModuleSensitivity]] = []
-        for rows in self.modules.values():
-            for row in rows.values():
-                if row.error is not None:
-                    by_error.append((-row.error, row))
-        return tuple(row for _, row in sorted(by_error, key=lambda entry: entry[0]))
+        rows = itertools.chain.from_iterable(rows.values() for rows in self.modules.values())
+        with_error = [row for row in rows if row.error is not None]
+        return tuple(sorted(with_error, key=lambda row: -(row.error or 0.0)))
 
     @property
     def summary(self) -> str:
