@@ -69,7 +69,7 @@ class Bounds:
 
     @classmethod
     def between(cls, low: Array, high: Array) -> Bounds | None:
-        """The bounds that ONNX Runtime measured; None for infinity and its negative: no elements."""
+        """The bounds that ONNX Runtime measured; None without elements (infinity, -infinity)."""
         if (low > high).all():
             return None
         return cls(low, high, np.minimum(np.abs(low), np.abs(high)))
@@ -101,7 +101,7 @@ class Ranges:
     empty: frozenset[str]
 
     def for_quantizer(self) -> Any:
-        """The ranges as an argument of ONNX Runtime's quantizer; a new one for each, as it changes it."""
+        """The ranges as an argument of ONNX Runtime's quantizer, which changes it."""
         tool = quantizers("calibrate")
         return tool.TensorsData(tool.CalibrationMethod.MinMax, dict(self.bounds))
 
@@ -176,7 +176,7 @@ class Calibration:
             )
 
     def _smallest_and_largest(self, calibrator: Any, runs: Runs) -> dict[str, Bounds | None]:
-        """The bounds of tensors, which outputs of the file compute: only these leave ONNX Runtime."""
+        """The bounds of tensors, which are outputs of the file: no tensor leaves ONNX Runtime."""
         measured: dict[str, Bounds | None] = {}
         with runs() as opened:
             for number, arrays in enumerate(opened):
@@ -211,7 +211,7 @@ class Calibration:
         return {name: data.range_value for name, data in chosen.items()}
 
     def _histograms(self, calibrator: Any, bounds: Mapping[str, Bounds]) -> _HistogramCollector:
-        """Empty histograms over the whole ranges, with the bins of ONNX Runtime for all runs at once."""
+        """Empty histograms over the whole ranges, with the bins of ONNX Runtime for all runs."""
         tool = quantizers("calibrate").HistogramCollector(
             method=calibrator.method,
             symmetric=calibrator.symmetric,
@@ -270,7 +270,7 @@ class _BoundsCollector:
 
 @dataclass(frozen=True)
 class _HistogramCollector:
-    """ONNX Runtime's collector, for the tensors with a histogram; other tensors keep their bounds."""
+    """ONNX Runtime's collector, for tensors with a histogram; others keep their bounds."""
 
     tool: Any
     known: frozenset[str]

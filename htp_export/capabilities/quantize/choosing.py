@@ -1,4 +1,4 @@
-"""The effect of a plan before anything is run: the precision of each node, and the bytes of weights."""
+"""The effect of a plan before anything is run: precisions of nodes, and bytes of weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PRODUCTS, _CONVOLUTIONS = "products with stored matrices", "convolutions"
 
 
 class AutoPrecision:
-    """Replaces the precision ``auto`` by one that is faster than fp32 in ONNX Runtime on this machine.
+    """Replaces the precision ``auto`` by one that is faster than fp32 on this machine.
 
     The choice follows from the operators of the model, which has no functions; ``notes`` explain
     it. The measurements are in ``docs/quantize.md`` ("Which one"):
@@ -55,7 +55,7 @@ class AutoPrecision:
         return self._for_whole_model if precision == AUTO else precision
 
     def rules(self, rules: Mapping[str, Precision]) -> dict[str, Precision]:
-        """A plan in which each ``auto`` is replaced by the precision chosen for the nodes of its rule.
+        """A plan in which each ``auto`` is replaced by the choice for the nodes of its rule.
 
         If most of the work is in products, modules of convolutions stay in fp32, unless a later rule
         matches them.
@@ -83,7 +83,7 @@ class AutoPrecision:
         return self._choose(self._tagged.nodes, "")
 
     def _choose(self, nodes: Collection[ir.Node], prefix: str) -> Precision:
-        """Choose a precision for nodes, and add a note with the reason, which begins with ``prefix``."""
+        """Choose a precision for nodes; add a note with the reason, after ``prefix``."""
         work = Counter[str]()
         for node in nodes:
             work[self._kinds.get(node, "")] += self._work.get(node, 0)
@@ -121,7 +121,7 @@ class AutoPrecision:
 
     @cached_property
     def _kinds(self) -> Mapping[ir.Node, str]:
-        """The kind of each node that ``int8-dynamic`` takes: products, convolutions, or "" for lookups."""
+        """The kind of each node that ``int8-dynamic`` takes: products, convolutions, or ""."""
         method, facts = PRECISIONS["int8-dynamic"].how, Facts.of(self._tagged)
         kind_of = {"Conv": _CONVOLUTIONS, "ConvTranspose": _CONVOLUTIONS, "Gather": ""}
         taken = (node for node in self._tagged.nodes if method.takes(node, facts))
@@ -129,7 +129,7 @@ class AutoPrecision:
 
     @cached_property
     def _work(self) -> Mapping[ir.Node, int]:
-        """The multiply-adds of each node; the number of elements of its weight if shapes are unknown."""
+        """The multiply-adds of each node; the size of its weight if shapes are unknown."""
         from htp_export.costs.execution import run_by_shapes, walk
         from htp_export.costs.work import work_of
 
@@ -241,7 +241,7 @@ class PrecisionChoice:
         return {path: sum(sizes.values()) for path, sizes in sizes_of.items()}
 
     def _sizes(self, node: ir.Node) -> Iterator[tuple[Hashable, int]]:
-        """Yield a key and the predicted bytes of each weight of a node; shared weights have equal keys."""
+        """Yield a key and the predicted bytes of each weight; shared weights have equal keys."""
         precision = self.precision_of.get(node)
         if node.op_type == "Identity" and precision is None:
             uses = node.outputs[0].uses()
@@ -272,7 +272,7 @@ class PrecisionChoice:
         return precision.how.bytes_of(node, place, tensor, self.facts)
 
     def counted(self, nodes: Mapping[Precision, Sequence[ir.Node]]) -> dict[str, dict[str, int]]:
-        """Name of a precision → operator type → number of nodes; precisions with equal names are added."""
+        """Name of a precision → operator type → number of nodes; equal names are added."""
         counts = defaultdict[str, Counter[str]](Counter)
         for precision, members in nodes.items():
             counts[precision.name].update(node.op_type for node in members)

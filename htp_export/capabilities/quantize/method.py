@@ -147,7 +147,7 @@ class Method:
     def bytes_of(
         self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
     ) -> int | None:
-        """The bytes of a float input in the precision, with scales and zero points; None if it stays."""
+        """The bytes of a float input in the precision, with its scales; None if it stays."""
         return None
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
@@ -167,7 +167,7 @@ class Method:
         raise NotImplementedError
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
-        """Give nodes of a model the precision, in place, and yield the nodes that are left unchanged."""
+        """Give nodes the precision, in place, and yield the nodes that are left unchanged."""
         self._refuse_nan(nodes)
         for group in self.groups(nodes, work):
             done, faulty = without_faulty(group, lambda subset: self._made(subset, work), kinds_of)

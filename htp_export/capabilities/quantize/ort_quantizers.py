@@ -1,4 +1,4 @@
-"""ONNX Runtime's quantizers: imported on first use, and kept from printing and configuring logging."""
+"""ONNX Runtime's quantizers: imported on first use, without their messages and logging."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tool_error(name: str, error: Exception, where: str = "") -> ToolError:
 
 @contextlib.contextmanager
 def tool_failures(in_text: Callable[[str], str]) -> Iterator[None]:
-    """Convert errors of ONNX Runtime to `PartError`; ``in_text`` inserts the user's names into messages."""
+    """Convert errors of ONNX Runtime to `PartError`; ``in_text`` inserts the user's names."""
     try:
         yield
     except HtpExportError:
@@ -157,7 +157,7 @@ def _failed_kinds(
 
 
 def kinds_of(node: ir.Node) -> tuple[str, str]:
-    """The kinds of a node for `without_faulty`: the operator with the shapes of constants, and the operator."""
+    """The kinds of a node: its operator with the shapes of constants, and its operator."""
     shapes: list[str] = []
     for value in node.inputs:
         tensor = constant_of(value)
@@ -167,7 +167,7 @@ def kinds_of(node: ir.Node) -> tuple[str, str]:
 
 
 class _Feed(dict[str, Any]):
-    """The inputs of a run; true even without inputs: ONNX Runtime takes an empty mapping for the end."""
+    """The inputs of a run; true even if empty: an empty mapping ends the runs."""
 
     def __bool__(self) -> bool:
         return True

@@ -33,8 +33,8 @@ Expressed: TypeAlias = Mapping[str, Mapping[str, tuple[Any, ...]]]
 have any value."""
 
 _USUAL: Mapping[str, tuple[Any, ...]] = {"format": ("default",), "accuracy_level": (None, 0)}
-"""The values that a tool supports if `Expressed` does not list the field: a tool writes operators of
-its own, without a level of arithmetic."""
+"""The values that a tool supports if `Expressed` does not list the field: a tool writes its own
+operators, without a level of arithmetic."""
 
 LEVELS = (None, *Blocks.accuracy_levels)
 """The values of ``accuracy_level`` for a tool that writes it."""
@@ -113,7 +113,7 @@ class PlannedModel:
                     )
 
     def check_alike(self, target: str, method: str, *fields: str) -> None:
-        """Raise a `RuleError` if rules of a method differ in fields with one value in a run of a tool."""
+        """Raise a `RuleError` if rules differ in fields with one value in a run of a tool."""
         used = {*self.precisions.values()}
         rules = [
             (selector, precision)

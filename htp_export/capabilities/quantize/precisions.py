@@ -37,7 +37,7 @@ PRECISIONS: Mapping[str, Precision] = {
 
 
 def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Precision:
-    """Parse a precision of a plan: a name, or a mapping with the name as ``precision`` and other fields.
+    """Parse a precision: a name, or a mapping with it as ``precision`` and other fields.
 
     A name with fields, as in ``int4:block_size=128:accuracy_level=0``, also becomes the name of the
     resulting precision.
@@ -128,7 +128,7 @@ def precisions_of(
 
 
 def check_plan(plan: Mapping[str, Any] | Precision | str, weights: object = None) -> None:
-    """Check the rules of a plan without a model; with ``weights``, `CHECKPOINT` is a precision, too.
+    """Check the rules of a plan; with ``weights``, `CHECKPOINT` is a precision, too.
 
     Examples:
         >>> check_plan({"head": "checkpoint"}, weights="Llama-GPTQ")

@@ -1,4 +1,4 @@
-"""The result of ``quantize``: precision and bytes by module, and errors and times with ``check``."""
+"""The result of ``quantize``: precision and bytes by module; with ``check``, errors and times."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Check(PlainData):
 def check_of(
     original: TaggedModel, changed: TaggedModel, samples: Samples, bytes_after: int
 ) -> Check:
-    """Compare a quantized model with the original on the first runs, and time both on the first run."""
+    """Compare a quantized model with the original on the first runs, and time both."""
     from htp_export.capabilities.verify.file_comparing import compare
 
     feeds = [dict(feed) for feed in itertools.islice(samples, _MOST_COMPARED)]
@@ -132,7 +132,7 @@ def check_of(
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedModule(CompressedModule):
-    """The precision and the bytes of one module with all modules below it; ``""`` is the whole model.
+    """Precision and bytes of a module with all modules below it; ``""`` is the whole model.
 
     Attributes:
         nodes: The number of its nodes.
@@ -236,7 +236,7 @@ class Quantized(ModuleTable, HoldsModel):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Lines below the summary: nodes that stay as they are, the check, the notes, and the tags."""
+        """Lines below the summary: nodes that stay, the check, the notes, and the tags."""
         lines: list[str] = []
         for name, kinds in self.left.items():
             counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())

@@ -140,6 +140,8 @@ def quantize(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in result.model.graph]
         [('MatMulNBits', '0'), ('Add', '0'), ('Relu', '1'), ('Gemm', '2')]
     """
+    # The steps in their order: arguments, choice, data, application, checks, file. Each branch is
+    # one option, and none is inside another.
     check_target(output, reads=files_named_in([data, validation]))
     if dry_run and check:
         raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
@@ -235,7 +237,7 @@ def _refuse_unsuited(choice: PrecisionChoice) -> None:
 def _checked_metrics(
     choice: PrecisionChoice, model: ir.Model, control: Validation | None
 ) -> tuple[float | None, float | None]:
-    """The metric before and after; an `InputError` if it fell by more than ``max_drop`` of all rules."""
+    """The metric before and after; an `InputError` if it fell by more than ``max_drop``."""
     if control is None:
         return None, None
     drops = [precision.max_drop for precision in choice.nodes]
@@ -289,7 +291,7 @@ def _changed(
 
 
 def _check_left(choice: PrecisionChoice, left: Sequence[Left], name: str, *, strict: bool) -> None:
-    """Raise an error if a tool failed on all nodes of a plan or, with ``strict``, if any node is left."""
+    """Raise an error if a tool failed on all nodes or, with ``strict``, if any is left."""
     failures = {kept.node: kept.failure for kept in left if kept.failure is not None}
     if failures and failures.keys() >= choice.precision_of.keys():
         node, failure = next(iter(failures.items()))
@@ -315,7 +317,7 @@ def _left_notes(choice: PrecisionChoice, left: Sequence[Left]) -> list[str]:
 
 
 def _order(precision: Precision) -> tuple[int, float]:
-    """The sort key of precisions: by method; within a method, precisions without ``max_drop`` first."""
+    """The sort key of precisions: the method; then, those without ``max_drop`` come first."""
     drop = -1.0 if precision.max_drop is None else precision.max_drop
     return precision.how.order, drop
 
@@ -342,7 +344,7 @@ def _notes(choice: PrecisionChoice) -> list[str]:
 
 
 def _sums_eight_bits(precision: Precision) -> bool:
-    """Whether products add up integers of full 8-bit weights, whose 16-bit sums overflow without VNNI."""
+    """Whether products add up full 8-bit weights, whose 16-bit sums overflow without VNNI."""
     is_full = precision.weight == "int8" and not precision.reduce_range
     return is_full and precision.how.multiplies_integers
 

@@ -52,7 +52,7 @@ def bias_shape(node: ir.Node, shape: Sequence[int], scales: int) -> tuple[int, .
     """
     if not scales or tuple(shape) == (scales,):
         return tuple(shape)
-    # A Gemm broadcasts its bias: a row of one element, or of one for each channel, becomes a vector.
+    # A Gemm broadcasts its bias: a row of one element, or of all channels, becomes a vector.
     is_row = bool(shape) and math.prod(shape[:-1]) == 1 and shape[-1] in (1, scales)
     return (scales,) if node.op_type == "Gemm" and is_row else None
 
@@ -104,7 +104,7 @@ def _in_shape(
 
 
 def hide_biases(graph: ir.Graph, names: Iterable[str]) -> dict[str, ir.Value]:
-    """Replace the biases of nodes by inputs of the graph, in place; returns name of the input → bias."""
+    """Replace the biases of nodes by inputs, in place; returns name of the input → bias."""
     hidden: dict[str, ir.Value] = {}
     chosen = frozenset(names)
     for node in graph:

@@ -48,7 +48,7 @@ TYPES = {"int8": "QInt8", "uint8": "QUInt8", "int16": "QInt16", "uint16": "QUInt
 _INT32 = np.iinfo(np.int32)
 
 _SLACK = 1 / 256
-"""Share of a range by which a result may leave it: a step of 8 bits, by which all results are rounded."""
+"""The share of a range by which a result may leave it: a step of 8 bits."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class StaticPart:
         return Made(model, self.left, partly)
 
     def _without_faulty(self) -> ir.Model:
-        """Quantize the nodes that are not left; nodes on which the quantizer fails are left, too."""
+        """Quantize the nodes that are not left; faulty nodes are left, too."""
         while True:
             self._follow_producers()
             nodes = [name for name in self.part.nodes if name not in self.left]
@@ -123,7 +123,7 @@ class StaticPart:
                 self.left.setdefault(str(node.name), self.left[producer.name])
 
     def _quantized(self, nodes: Sequence[str]) -> ir.Model:
-        """Quantize some of the nodes; a `PartError` if the quantizer fails, or its output does not load."""
+        """Quantize some of the nodes; a `PartError` if that fails, or the output does not load."""
         in_text = self.part.names.in_text
         with tool_failures(in_text), quietly():
             proto = self._run_quantizer(frozenset(nodes))
@@ -169,8 +169,8 @@ class StaticPart:
     def _clipped(self, graph: ir.Graph) -> dict[str, str]:
         """Name of a node → the reason why it stays, for nodes whose biases were clipped.
 
-        It does not help to keep the bias in fp32: ONNX Runtime converts it to the same integers when
-        it optimizes the model.
+        It does not help to keep the bias in fp32: ONNX Runtime converts it to the same integers
+        when it optimizes the model.
         """
         wrong: dict[str, str] = {}
         for node in graph:
@@ -187,7 +187,7 @@ class StaticPart:
         return wrong
 
     def _outside(self, graph: ir.Graph) -> dict[str, str]:
-        """Name of a node → the reason why it stays, for nodes whose results exceed the range of their input."""
+        """Name of a node → the reason why it stays: results exceed the range of its input."""
         wrong: dict[str, str] = {}
         source = self.part.names.source
         for node in graph:

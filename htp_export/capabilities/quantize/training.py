@@ -1,4 +1,4 @@
-"""Quantization-aware training: export of fake quantization as QuantizeLinear and DequantizeLinear."""
+"""Quantization-aware training: fake quantization as QuantizeLinear and DequantizeLinear."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_TORCH = (
     "is_per_channel",
     "activation_post_process",
 )
-"""Attributes that identify the classes of ``torch.ao.quantization``, which torch is going to move."""
+"""Attributes of the classes of ``torch.ao.quantization``, which torch is going to move."""
 
 
 @checks_arguments
@@ -79,7 +79,7 @@ def frozen_fake_quantize(model: nn.Module) -> Iterator[None]:
 
 
 def _frozen(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
-    """Yield each module of fake quantization with a function that computes it with its current scales."""
+    """Yield each module of fake quantization, and a function with its current scales."""
     for module in model.modules():
         if all(hasattr(module, name) for name in _OF_TORCH):
             yield module, _of_torch(module)
@@ -108,7 +108,7 @@ def _of_torch(module: Any) -> Forward:
 
 
 def _is_by_channel(quantizer: Any) -> bool:
-    """Whether a module is torchao's fake quantization to int8 with a scale for each row of a matrix."""
+    """Whether a module is torchao's fake quantization to int8 with a scale for each row."""
     if not type(quantizer).__module__.startswith("torchao."):
         return False
     config = getattr(quantizer, "config", None)

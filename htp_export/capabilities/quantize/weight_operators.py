@@ -1,4 +1,4 @@
-"""Rewrite operators with stored weights before ONNX Runtime's quantizers, after them, or in their place.
+"""Rewrite operators with stored weights, before and after ONNX Runtime's quantizers.
 
 They accept a ``MatMul`` and no ``Gemm``. ONNX Runtime has operators for 8-bit weights of
 convolutions and tables, and no quantizer for these. Engines without ONNX Runtime's own operators
@@ -110,7 +110,7 @@ def factor_of(node: ir.Node, place: int) -> float:
 
 
 def way_as_product(node: ir.Node, place: int) -> Hashable:
-    """A key of the change that `write_products` makes to a constant input; None if it makes none."""
+    """A key of the change by `write_products` to a constant input; None for no change."""
     factor = factor_of(node, place)
     if place == 1:
         return "matrix", factor, node.attributes.get_int("transB", 0)
@@ -130,7 +130,7 @@ def can_be_product(node: ir.Node) -> bool:
 
 
 def write_products(graph: ir.Graph) -> None:
-    """Replace each ``Gemm`` with a constant weight by a ``MatMul``, which gets its name, and an ``Add``."""
+    """Replace each ``Gemm`` with a constant weight by a ``MatMul`` and an ``Add``."""
     fold_factors(graph)
     for node in list(graph):
         weight = node.inputs[1] if node.op_type == "Gemm" and is_matrix_product(node) else None
@@ -183,7 +183,7 @@ def write_dequantized(graph: ir.Graph) -> None:
 
 
 def _dequantized(graph: ir.Graph, node: ir.Node, packed: ir.Value) -> ir.Value:
-    """Insert a ``DequantizeLinear`` of a packed weight before its consumer, and return the result."""
+    """Insert a ``DequantizeLinear`` of a packed weight before its consumer."""
     rows, columns, bits, block = (
         node.attributes[name].as_int() for name in ("K", "N", "bits", "block_size")
     )
@@ -244,7 +244,7 @@ CONVOLUTIONS = frozenset(("Conv", "ConvTranspose"))
 """Operators whose weights have channels."""
 
 _LARGEST, _MIDDLE, _STEPS = 127, 128, 255
-"""The largest int8 of a symmetric range, the zero point of a symmetric uint8, and the steps of uint8."""
+"""The largest symmetric int8, the zero point of a symmetric uint8, and the steps of uint8."""
 
 
 def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) -> None:
@@ -279,7 +279,7 @@ def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) ->
 def _by_channel(
     graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, channels: int
 ) -> ir.Value:
-    """Insert a ``DequantizeLinear`` of a weight with a scale for each channel, and return the result."""
+    """Insert a ``DequantizeLinear`` of a weight with a scale for each channel."""
     shape = tuple(int(size) for size in tensor.shape.numpy())
     others = tuple(axis for axis in range(len(shape)) if axis != channels)
 

@@ -1,4 +1,4 @@
-"""The state that methods work on: facts of the original model, the changing model, data, a metric."""
+"""The state of methods: the original and the changed model, data, and a metric."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Facts:
         return bool(values) and all(self.dtypes.get(value) == ir.DataType.FLOAT for value in values)
 
     def dequantized(self, node: ir.Node) -> list[ir.Value | None]:
-        """The quantized counterparts of the float factors of a node; empty if one is not dequantized.
+        """The quantized counterparts of the float factors of a node; empty if one has none.
 
         A bias, the third input, is ignored.
         """
@@ -180,7 +180,7 @@ class Facts:
         return sources
 
     def is_static(self, node: ir.Node) -> bool:
-        """Whether a node is between DequantizeLinear and QuantizeLinear: its ranges were measured."""
+        """Whether a node is between DequantizeLinear and QuantizeLinear: with measured ranges."""
         if not self.dequantized(node) or node.outputs[0].is_graph_output():
             return False
         consumers = [use.node for use in node.outputs[0].uses()]
@@ -189,7 +189,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Validation:
-    """A metric, of which larger is better, on validation data; ``name`` is that of the model in errors."""
+    """A metric on validation data, larger is better; ``name`` is the model in errors."""
 
     metric: Metric
     samples: Samples
@@ -217,7 +217,7 @@ class Validation:
         return self.of(copy)
 
     def budget(self, model: ir.Model, max_drop: float, name: str) -> float:
-        """The drop that earlier precisions left of ``max_drop``; an `InputError` if they exceeded it."""
+        """The drop that earlier precisions left of ``max_drop``; an `InputError` for none."""
         left = max_drop - (self.before - self.of(model))
         if left < -_SLACK:
             raise InputError(
@@ -306,7 +306,7 @@ class Work:
 
     @contextmanager
     def runs(self, part: Submodel) -> Iterator[Iterator[dict[str, Array]]]:
-        """Open the inputs of a part in each run of the data; their names are those inside the part."""
+        """Open the inputs of a part in each run of the data; names are those in the part."""
         in_whole = {name: str(value.name) for name, value in part.inputs.items()}
         with activations(
             self.original.model, self.name, self.samples, list(in_whole.values())

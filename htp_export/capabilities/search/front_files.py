@@ -1,4 +1,4 @@
-"""The folder of a search: its front, a picture, and for each point a plan or the steps of a pipeline."""
+"""The folder of a search: its front, a picture, and a plan or a pipeline for each point."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _STYLE = "font-family:sans-serif;font-size:12px"
 
 
 def check_plans(folder: Path) -> None:
-    """Raise an error for a folder that cannot be written, or that contains files of something else."""
+    """Raise an error for a folder that cannot be written, or contains other files."""
     check_folder(folder, "a search", _files_of_earlier(folder).__contains__)
 
 
 def plan_file(number: int, trial: Trial) -> str:
-    """The name of the file of a point: ``plan0.json`` for ``quantize``, or ``steps0.json`` for ``pipeline``."""
+    """The file of a point: ``plan0.json`` for ``quantize``, ``steps0.json`` for ``pipeline``."""
     return f"{_STEPS if trial.prune else _PLAN}{number}.json"
 
 
 def write_plans(
     search: Search, folder: Path, inputs: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Write ``front.json``, ``front.svg`` (for several objectives) and a file for each point of the front.
+    """Write ``front.json``, ``front.svg`` (for several objectives) and a file for each point.
 
     Files of an earlier search in the folder are replaced.
 
@@ -112,7 +112,7 @@ def _steps_with(inputs: Mapping[str, Any], trial: Trial) -> list[dict[str, Any]]
 
 
 def _files_of_earlier(folder: Path) -> set[str]:
-    """The names of files that an earlier search wrote into a folder, according to its ``front.json``.
+    """The files that an earlier search wrote into a folder, according to ``front.json``.
 
     Files that were changed since are not among them.
     """

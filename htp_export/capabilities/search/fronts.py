@@ -1,4 +1,4 @@
-"""Pareto fronts of plans: from sums of independent choices, of measured plans, and next to these."""
+"""Pareto fronts: of sums over independent choices, of measured plans, and plans next to these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ some hundredths of a second. Beyond, points are thinned, and the front is not ex
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice for a module: its name, and its contributions to the size, in any unit, and the error."""
+    """A choice for a module, and its contributions to the size, in any unit, and the error."""
 
     name: str
     size: float
@@ -40,7 +40,7 @@ class AdditiveFront:
 def additive_front(
     modules: Mapping[str, Sequence[Choice]], most: int = MOST_POINTS
 ) -> AdditiveFront:
-    """The Pareto front over all selections of one choice for each module, if sizes and errors add up.
+    """The Pareto front over all selections of one choice for each module, by their sums.
 
     This is the multiple-choice knapsack problem for all capacities at once. The list of
     non-dominated sums grows module by module (Nemhauser and Ullmann, "Discrete dynamic programming
@@ -97,7 +97,9 @@ def _non_dominated(sizes: np.ndarray, errors: np.ndarray) -> np.ndarray:
 
 
 def pareto(points: Sequence[Sequence[float]], spreads: Sequence[Sequence[float]] = ()) -> list[int]:
-    """The places of points that no other point dominates; smaller is better. Of equal points, the first.
+    """The places of points that no other point dominates; smaller is better.
+
+    Of equal points, the first is kept.
 
     Args:
         points: The coordinates of each point.
@@ -223,7 +225,7 @@ def _candidates(
     measured: Sequence[MeasuredPlan],
     modules: Mapping[str, Sequence[Choice]],
 ) -> dict[_Choices, MeasuredPlan]:
-    """The unmeasured neighbours of the plans of a front; of several predictions, the largest error."""
+    """The unmeasured neighbours of a front; of several predictions, the largest error."""
     known = {tuple(sorted(plan.choices.items())) for plan in measured}
     candidates: dict[_Choices, MeasuredPlan] = {}
     for plan in front:

@@ -1,4 +1,4 @@
-"""Measure plans: prune and quantize a model, run it on the data, and compare it with the original."""
+"""Measure plans: prune and quantize a model, run it, and compare it with the original."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NOISY = ("error", "latency_ms", "metric", "tokens", "time_ms")
 """The numbers of a measurement that may differ when it is repeated."""
 
 _PAIRS = 4
-"""The smallest number of loops of token generation that are timed: a median of fewer is unstable."""
+"""The smallest number of timed loops of token generation: fewer have no stable median."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Measurement(Deviation):
 def digest_of(
     model: ir.Model, feeds: Iterable[Mapping[str, Array]], settings: Sequence[Any] = ()
 ) -> str:
-    """A digest of everything that the results of runs depend on: the model, its inputs, and settings."""
+    """A digest of all that results of runs depend on: the model, its inputs, and settings."""
     digest = hashlib.sha256(repr((content_hash(model), settings)).encode())
     for feed in feeds:
         for name, array in feed.items():
@@ -120,7 +120,7 @@ def digest_of(
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of a decoder: token ids ``[batch, length]`` each, and the number of tokens to generate."""
+    """Prompts of a decoder: token ids ``[batch, length]``, and the number of new tokens."""
 
     decoder: Decoder
     ids: Sequence[Array]
@@ -224,7 +224,7 @@ class Measurer:
     def measure(
         self, plan: Plan, pruning: Pruning = _NOTHING, *, made: TaggedModel | None = None
     ) -> Measurement:
-        """Prune and quantize the model by plans, and measure it; ``made``: the result of `quantized`."""
+        """Measure the model with plans; ``made``: the result of `quantized`, if known."""
         if self.repeats:
             return self.again(plan, pruning, self.repeats, made=made)
         return self._kept(
@@ -321,7 +321,7 @@ class Measurer:
             ]
 
     def _generated(self, tagged: TaggedModel, beside: bool) -> _Ran:
-        """The logits of the original's tokens after each prompt, and the time of the loop of a prompt."""
+        """The logits of the original's tokens after each prompt, and the time of a loop."""
         assert self.prompts is not None
         loop, count, prompts = self.prompts.decoder, self.prompts.new_tokens, self.prompts.ids
         timed = self.prompts.timed

@@ -1,4 +1,4 @@
-"""The error of the outputs of a quantized model against the original: SQNR, cosine, KL divergence."""
+"""The error of the outputs of a model against the original: SQNR, cosine, KL divergence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from htp_export.reporting.result import PlainData
 from htp_export.runtime.arrays import Array, arrays_in
 
 _PROBABILITY_SLACK = 1e-3
-"""The deviation of a sum of probabilities from 1: that of a row in fp16 is up to about this much."""
+"""The deviation of a sum of probabilities from 1, for which a row in fp16 is accepted."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Deviation(PlainData):
 
 
 class OutputErrors:
-    """Accumulates the errors of outputs, sample by sample; integers count only in the absence of floats.
+    """Accumulates errors of outputs, sample by sample; integers count only without floats.
 
     Examples:
         >>> errors = OutputErrors()

@@ -1,4 +1,4 @@
-"""The result of a search: measured plans and their Pareto front, also parsed from ``front.json``."""
+"""The result of a search: measured plans and their Pareto front, also from ``front.json``."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from htp_export.format import tags
 from htp_export.process.progress import counted
 
 _COSTS = ("size", "latency", "time", "nonzeros")
-"""Objectives that are summed over modules, as errors are; the first one of a search is predicted."""
+"""Objectives that are summed over modules, as errors are; the first one is predicted."""
 
 _FIELDS = {"size": "bytes", "latency": "latency_ms", "time": "time_ms"}
 """Objective → the field of a measurement, if its name differs."""
@@ -41,7 +41,7 @@ _NO_MODULES = AdditiveFront(((0.0, 0.0, MappingProxyType({})),), exact=True)
 
 
 class SearchWork:
-    """The work of one process: measures choices and plans of a space for the objectives of a search."""
+    """The work of one process: measures choices and plans for the objectives of a search."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class SearchWork:
         self._measurer, self._study, self._objectives = measurer, study, objectives
 
     def measure_alone(self) -> None:
-        """Measure every choice of every module alone, and remove choices that a module cannot have."""
+        """Measure each choice of each module alone; remove choices that a module cannot have."""
         pairs = [(path, name) for path, names in self.space.variables.items() for name in names]
         self._measurer.original  # noqa: B018 - it is the first run
         problems = {}
@@ -132,7 +132,7 @@ class SearchWork:
         return AdditiveFront(tuple(points_of_front), exact and front.exact)
 
     def first_plans(self, fronts: Mapping[str, AdditiveFront], count: int) -> list[Decision]:
-        """The plans that are measured first: one choice for all modules, and plans along each front."""
+        """The plans to measure first: one choice for all modules, and plans along each front."""
         plans = self._uniform()
         each_count = math.ceil(count / len(fronts))
         for front in fronts.values():
@@ -201,7 +201,7 @@ class SearchWork:
         return measurement
 
     def results(self, fronts: Iterable[AdditiveFront]) -> tuple[Trial, ...]:
-        """The finished trials of all processes, and the whole model with each choice, measured if needed."""
+        """The finished trials of all processes, and the whole model with each choice."""
         trials = list(self.finished(fronts))
         for name in dict.fromkeys(itertools.chain.from_iterable(self.space.variables.values())):
             whole = self._whole(name)
@@ -247,7 +247,7 @@ class SearchWork:
         )
 
     def repeated(self, search: Search, repeats: int) -> Search:
-        """Measure the plans of the front again: the search with medians and spreads of their values."""
+        """Measure the plans of the front again: medians and spreads of their values."""
         trials, done = list(search.trials), set[int]()
         # New values may bring other plans onto the front; each is measured again once.
         while waiting := search.front_places - done:
@@ -280,7 +280,7 @@ class SearchWork:
 
 
 def _spread_note(search: Search) -> str:
-    """Which values of repeated measurements differ, and which plans are on the front only by that."""
+    """Which values of repeated measurements differ, and which plans are tied by that."""
     differ = list(dict.fromkeys(name for trial in search.trials for name in trial.spread))
     if not differ:
         return "no value differed"

@@ -45,7 +45,7 @@ RANDOM_PROMPTS = (
     "the prompts are random tokens of the vocabulary: on real prompts other tokens may agree"
 )
 _REFINED_AT_ONCE = 4
-"""Plans next to the front that are measured before the next predictions, which use their results."""
+"""Plans next to the front that are measured before the next predictions."""
 
 
 @names_model_faults("model")
@@ -250,7 +250,7 @@ def _prompts(
 def _measure_plans(
     work: SearchWork, shared: SharedStudy, first: int, trials: int, report: Callable[[int], None]
 ) -> None:
-    """Measure the enqueued plans, then plans next to the measured front, then those of the sampler."""
+    """Measure the enqueued plans, plans next to the front, and plans of the sampler."""
     shared.work(work.measured, first, report)
     refined_trials = round(_BEFORE_SAMPLER * trials)
     tried: list[Decision] = []

@@ -1,4 +1,4 @@
-"""``sensitivity``: quantize modules one by one, and measure the error of the outputs of the model."""
+"""``sensitivity``: quantize modules one by one, and measure the error of the outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def estimated_errors(
     precisions: Iterable[Precision],
     samples: Samples,
 ) -> dict[tuple[str, str], float]:
-    """Module path and name of a precision → the estimated error of rounding the weights of the module.
+    """Module path and name of a precision → the estimated error of rounding its weights.
 
     For each product in any region of the module, the sum of the squared changes of its weights
     times the mean square of its inputs is the expected squared change of its results, if the

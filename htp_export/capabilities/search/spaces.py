@@ -72,7 +72,7 @@ class ModuleChoice:
 
 
 def choice_of(value: Any) -> ModuleChoice:
-    """Parse a choice: a precision, a value of a plan for ``prune``, or both, with ``+`` or as a mapping.
+    """Parse a choice: a precision, a value for ``prune``, or both, as text or a mapping.
 
     Examples:
         >>> [choice_of(value).name for value in ("int8", 0.5, "2:4+int8", {"prune": "rank:25%", "precision": "int4"})]
@@ -310,7 +310,7 @@ def read_space(
 def _check_nesting(
     names_of: Mapping[str, Sequence[str]], choices: Mapping[str, ModuleChoice]
 ) -> None:
-    """Raise an `InputError` for modules inside each other, by which a weight would have two precisions.
+    """Raise an `InputError` for modules inside each other: a weight would have two choices.
 
     Modules that are only dropped or stay may contain others.
     """
@@ -378,30 +378,37 @@ def deciding_modules(
     tagged.require_tags()
     if select is not None and depth is not None:
         raise InputError("give select or depth, not both")
-    deciding = _deciding_parts(tagged)
-    holding = {part.call.path for parts in deciding for part in parts}
+    if depth is not None and depth < 0:
+        raise InputError(f"depth counts levels from 0, not {depth}")
+    innermost: set[str] = set()
+    around: set[str] = set()  # these, and the modules above them that run them
+    for parts in _deciding_parts(tagged):
+        for part in parts:
+            innermost.add(part.call.path)
+            around.update(part.modules)
     if select is not None:
-        around = {path for parts in deciding for part in parts for path in part.modules}
-        found = [path for path in tagged.select(select) if path in around]
-    elif depth is None:
-        found = [path for path in tagged if path in holding]
+        paths = [path for path in tagged.select(select) if path in around]
     else:
-        if depth < 0:
-            raise InputError(f"depth counts levels from 0, not {depth}")
-        modules = {path: content.facts for path, content in contents_of(tagged).modules.items()}
-        levels = drawn_levels(drawn_parents(modules))
-        above = {
-            path: [up for up in tags.ancestors(path) if levels.get(up) == depth] for path in holding
-        }
-        at_depth = {paths[0] if paths else path for path, paths in above.items()}
-        found = [path for path in tagged if path in at_depth]
-    if not found:
+        chosen = innermost if depth is None else _at_depth(tagged, innermost, depth)
+        paths = [path for path in tagged if path in chosen]
+    if not paths:
         raise InputError("none of these modules has weights that can be quantized")
-    return found
+    return paths
+
+
+def _at_depth(tagged: TaggedModel, paths: Iterable[str], depth: int) -> set[str]:
+    """The modules at a level around each of the modules; a module above the level itself."""
+    modules = {path: content.facts for path, content in contents_of(tagged).modules.items()}
+    levels = drawn_levels(drawn_parents(modules))
+    at_depth: set[str] = set()
+    for path in paths:
+        above = (up for up in tags.ancestors(path) if levels.get(up) == depth)
+        at_depth.add(next(above, path))
+    return at_depth
 
 
 def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:
-    """For each node with weights: the calls that decide; of modules with the same nodes, the first."""
+    """For each node with weights, the calls that decide; of equal modules, the first."""
     deciders = Deciders(tagged)
     weighted = dict.fromkeys(product.node for product in products_of(tagged, tagged.nodes))
     parts_of = {node: deciders.of(node) for node in weighted}

@@ -100,7 +100,7 @@ def open_study(
                 storage=opened, study_name=name, directions=list(directions), load_if_exists=True
             )
         except Exception as error:
-            # SQLAlchemy, its drivers and gRPC share no base; errors of gRPC have a method for the text.
+            # SQLAlchemy, its drivers and gRPC share no base; gRPC has a method for the text.
             details = getattr(error, "details", None)
             reason = str(details()) if callable(details) else first_line(error)
             if is_file:
@@ -277,7 +277,7 @@ class SharedStudy:
             raise
 
     def _take_up(self, running: Sequence[optuna.trial.FrozenTrial]) -> None:
-        """Enqueue trials of other processes again; if a process was only slow, a plan is measured twice."""
+        """Enqueue trials of other processes again; a plan of a slow process runs twice."""
         for trial in running:
             history = [*trial.user_attrs.get(_TAKEN_UP, ()), trial.number]
             if len(history) <= _MOST_RETRIES:

@@ -20,7 +20,7 @@ from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_o
 
 _OPERATOR = "com.microsoft::GroupQueryAttention"
 _CACHES = {"k": (3, 1, 12), "v": (4, 2, 13)}
-"""Keys and values → places of the past (an input), the present (an output) and the scales (an input)."""
+"""Keys and values → places of the past (input), the present (output) and the scales (input)."""
 
 _LARGEST = 127.0
 """The largest integer of int8 with a symmetric range."""
@@ -35,7 +35,7 @@ class Cache(Method):
     order = 4
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        """Whether it is attention whose caches are inputs and outputs of the model without other consumers."""
+        """Whether it is attention whose caches are inputs and outputs without other consumers."""
         if operator_of(node) != _OPERATOR or "kv_cache_bit_width" in node.attributes:
             return False
         for past, present in _caches_of(node).values():

@@ -44,7 +44,7 @@ _SOURCES = ("Cast", "Constant", "ConstantOfShape")
 """Operators that produce floats of any type without float inputs, and need no kernel for it."""
 
 _CACHED_NODES = 1024
-"""Nodes whose inferred types are cached: repeated blocks have equal nodes, some dozens in a block."""
+"""Nodes whose inferred types are cached: repeated blocks have some dozens of equal nodes."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _float_places(
     allowing: Container[str],
     facts: Facts,
 ) -> tuple[int, ...]:
-    """The places of 32-bit floats whose formal type is one of the type variables in ``allowing``."""
+    """The places of 32-bit floats whose formal type is one of the variables in ``allowing``."""
     places: list[int] = []
     for place, value in enumerate(values):
         if not formals or value is None or facts.dtypes.get(value) != ir.DataType.FLOAT:
@@ -226,7 +226,7 @@ def _inference_error(
 
 @functools.lru_cache(maxsize=_CACHED_NODES)
 def _inferred(node: bytes, version: int, dtypes: tuple[tuple[str, ir.DataType | None], ...]) -> str:
-    """The error of onnx's type inference for a serialized node; ``dtypes``: tensor name and type."""
+    """The error of onnx's type inference for a serialized node with these types."""
     proto = onnx.NodeProto.FromString(node)
     infos = {
         name: onnx.helper.make_tensor_value_info(name, int(dtype or 0), None)
@@ -271,7 +271,7 @@ def _has_dequantized(node: ir.Node, facts: Facts) -> bool:
 
 @dataclass(frozen=True)
 class _TypeNames:
-    """The formal types of an operator: of its inputs, of its outputs, and variable → allowed types."""
+    """The formal types of inputs and outputs of an operator, and variable → allowed types."""
 
     inputs: Sequence[str]
     outputs: Sequence[str]
@@ -354,14 +354,14 @@ class _Casting:
             self._widened[result] = source
 
     def _drop(self, value: ir.Value, source: ir.Value) -> None:
-        """Remove an unused Cast, and rename its input ``source`` to the name that the Cast took over."""
+        """Remove an unused Cast, and give its name, which it took over, to its input."""
         remove_unused([value])
         if str(source.name).startswith(f"{value.name}_") and not source.is_graph_output():
             source.name = value.name
             source.metadata_props.update(value.metadata_props)
 
     def _narrow(self, value: ir.Value, reader: ir.Node) -> ir.Value:
-        """The value in the type: a converted weight, the input of an earlier Cast, or a new Cast."""
+        """The value in the type: a weight, the input of an earlier Cast, or a new Cast."""
         tensor = constant_of(value)
         if tensor is not None:
             if value not in self._weights:
@@ -452,7 +452,7 @@ class _Casting:
         value.type = ir.TensorType(self._type)
 
     def _reads_size(self, node: ir.Node) -> bool:
-        """Whether a node reads only the size of its input, and has the same precision in the plan."""
+        """Whether a node reads only the size of its input, and has the same precision."""
         is_planned = self._work.planned.get(node) == self._precision
         return is_planned and is_standard(node, *SIZES_ONLY)
 

@@ -1,4 +1,4 @@
-"""Weights of a quantized checkpoint: its integers, scales and zero points in ONNX Runtime's operators.
+"""Weights as a quantized checkpoint packs them, in ONNX Runtime's operators.
 
 Nothing is rounded: scales are written in 32 bits, and groups of any multiple of 16 inputs as blocks
 of a power of two. If GPTQ reordered the inputs of a layer, a Gather reorders them, because ONNX
@@ -159,7 +159,7 @@ def _add_initializers(
 def _replace(
     graph: ir.Graph, node: ir.Node, packed: Packed | Coded, values: dict[str, ir.Value]
 ) -> None:
-    """Replace a ``MatMul`` by the operator of a packed weight, which reads its input in the packed order."""
+    """Replace a ``MatMul`` by the operator of a packed weight, with inputs in packed order."""
     activation, new = node.inputs[0], []
     if "order" in values:
         assert activation is not None
@@ -202,7 +202,7 @@ def checkpoint_precision(weights: str | os.PathLike[str], tagged: TaggedModel) -
 
 
 def with_numbers(tagged: TaggedModel, precision: Precision) -> TaggedModel:
-    """A copy of a model with the dequantized parameters of the checkpoint, computed when they are read.
+    """A copy of a model with the dequantized parameters of the checkpoint, computed lazily.
 
     All parameters are replaced, because AWQ changes norms, too. Buffers that the checkpoint does not
     contain stay.

@@ -124,7 +124,7 @@ METHOD = Dynamic
 
 
 def _has_one_scale(node: ir.Node) -> bool:
-    """Whether a node multiplies by a vector or by several matrices, which have no scales by column."""
+    """Whether a node multiplies by a vector or by several matrices: it has a single scale."""
     weight = constant_of(node.inputs[1]) if node.op_type == "MatMul" else None
     return weight is not None and len(weight.shape) != 2
 

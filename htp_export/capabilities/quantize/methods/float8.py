@@ -1,4 +1,4 @@
-"""Products in 8-bit floats (E4M3) with measured ranges: QuantizeLinear and DequantizeLinear at inputs.
+"""Products in 8-bit floats (E4M3) with measured ranges, by QuantizeLinear and DequantizeLinear.
 
 The largest value of a range becomes 448, the largest of the type, as in ModelOpt and TensorRT
 (https://arxiv.org/abs/2209.05433). Results of products are not quantized: engines accumulate in a

@@ -1,4 +1,4 @@
-"""The method of ``fp32``: modules stay as they are, unlike those of other rules of a plan."""
+"""The method of ``fp32``: modules stay as they are."""
 
 from __future__ import annotations
 

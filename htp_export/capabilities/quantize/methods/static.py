@@ -1,4 +1,4 @@
-"""Integers with ranges measured ahead, in QuantizeLinear and DequantizeLinear: ONNX Runtime's static quantizer."""
+"""Integers with measured ranges, in QuantizeLinear and DequantizeLinear: the static quantizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from htp_export.shapes.operator_kinds import subgraphs
 from htp_export.weights.products import weight_axes
 
 _LARGE_PART = 1 << 30
-"""Bytes of weights above which a file has external data for calibration: protobuf ends at 2 GiB, and
+"""Bytes of weights above which the calibrated file has external data: protobuf ends at 2 GiB, and
 ONNX Runtime adds outputs to the file."""
 
 _FIRST_QDQ, _FIRST_PER_CHANNEL = 10, 13
@@ -103,11 +103,11 @@ class Static(Method):
         return elements * self.precision.activation_bits // 8
 
     def channels(self, node: ir.Node, place: int = 1) -> int:
-        """The number of scales of a constant input; 0 for a single scale, or if it is no constant."""
+        """The number of scales of a constant input; 0 for a single scale, or no constant."""
         return self.scales_along(_scale_axis(node, place), constant_of(node.inputs[place]))
 
     def scales_along(self, axis: int | None, weight: ir.TensorProtocol | None) -> int:
-        """The number of scales of a weight, one for each element of an axis; 0 for a single scale."""
+        """The number of scales of a weight along an axis; 0 for a single scale."""
         if not self.precision.per_channel or axis is None:
             return 0
         if weight is None or len(weight.shape) < 2:
@@ -187,7 +187,7 @@ class Static(Method):
         return (*node.inputs, *node.outputs)
 
     def immeasurable(self, part: Submodel, ranges: Ranges) -> dict[str, str]:
-        """Name of a node → the reason why it stays, for nodes with a tensor that has no usable range."""
+        """Name of a node → the reason why it stays: a tensor has no usable range."""
         wide = {name for name, bounds in ranges.bounds.items() if not is_divisible(bounds)}
         wide |= {name for name, value in part.weights.items() if not _is_moderate(value)}
         steps = self.precision.name
@@ -220,7 +220,7 @@ def _stays_float(node: ir.Node, place: int) -> bool:
 
 
 def _is_weight(node: ir.Node, place: int) -> bool:
-    """Whether a constant input gets the type of weights; other constants get that of activations."""
+    """Whether a constant gets the type of weights; others get that of activations."""
     return node.op_type == "MatMul" or (place == 1 and node.op_type in WITH_BIAS)
 
 

@@ -1,4 +1,4 @@
-"""Weights of matrix products and tables in blocks of 4 or 8 bits: ONNX Runtime's MatMulNBitsQuantizer.
+"""Weights of products and tables in blocks of 4 or 8 bits: MatMulNBitsQuantizer.
 
 ``weight_operators.py`` has other formats, and convolutions and tables in 8 bits, which it does not
 support.
@@ -38,7 +38,7 @@ from htp_export.model.recipes import recipe_of, recorded
 from htp_export.weights.products import weight_axes, weight_place
 
 _PACKING = ("rtn", "k-quant")
-"""Algorithms that pack two zero points of a column into a byte, and fail on an odd number of them."""
+"""Algorithms that pack two zero points of a column into a byte: an odd number fails."""
 
 _INT8 = 4
 """The accuracy level at which ONNX Runtime rounds activations to int8 and multiplies integers.
@@ -55,7 +55,7 @@ _FIRST_BY_CHANNEL, _FIRST_NARROW = 13, 19
 
 
 class Blocks(Method):
-    """Weights are rounded in blocks with a scale each; activations stay, or are floats of 16 bits."""
+    """Weights are rounded in blocks with a scale; activations stay, or are 16-bit floats."""
 
     activations = ("float32", "float16", "bfloat16")
     weights = ("int4", "int8")
@@ -179,7 +179,7 @@ class Blocks(Method):
         return self.precision.bits == 4 or self._cast is None
 
     def _fails_on_odd_blocks(self, node: ir.Node) -> bool:
-        """Whether ONNX Runtime's algorithm fails on a matrix: on an odd number of 4-bit zero points."""
+        """Whether ONNX Runtime's algorithm fails: on an odd number of 4-bit zero points."""
         weight = constant_of(node.inputs[1]) if can_be_product(node) else None
         if weight is None or len(weight.shape) != 2:
             return False
@@ -299,7 +299,7 @@ class Blocks(Method):
         return 0 if is_narrow and self.precision.accuracy_level is None else self.accuracy_level
 
     def _record(self, graph: ir.Graph, weights: Mapping[str, Recipe]) -> None:
-        """Record the recipes of levels, scales and zero points; ``weights``: prefix of names → recipe."""
+        """Record the recipes of levels, scales and zero points; ``weights``: prefix → recipe."""
         bits, size = self.precision.bits, self.precision.block_size
         settings = [bits, size, int(self.precision.symmetric)]
         parts = {f"Q{bits}": "levels", "scales": "scales", "zero_points": "zero_points"}
