@@ -206,7 +206,8 @@ class PrecisionChoice:
         Nodes that are left unchanged do not count in a module that has other nodes with the same
         precision of the plan.
         """
-        given, missed = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+        given = defaultdict[str, set[str]](set)  # module → names of nodes that change, or stay fp32
+        missed = defaultdict[str, set[str]](set)  # module → names of nodes that are left
         for node in self.tagged.nodes:
             precision = self.precision_of.get(node)
             is_changed = precision is not None

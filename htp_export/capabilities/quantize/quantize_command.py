@@ -110,6 +110,7 @@ def quantize_command(
     from htp_export.capabilities.quantize.quantizing import quantize
     from htp_export.model.tagged import load
 
+    # Each branch is one combination of options that another module does not check.
     if output is not None:
         check_output(output, Kind.MODEL if plan_for is None else Kind.JSON)
     elif not dry_run and plan_for is None:

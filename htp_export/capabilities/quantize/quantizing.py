@@ -368,8 +368,9 @@ def _result(
     left: Sequence[Left] = (),
 ) -> Quantized:
     precisions = choice.precisions()
-    modules = {
-        path: QuantizedModule(
+    modules: dict[str, QuantizedModule] = {}
+    for path, contents in contents_of(choice.tagged).modules.items():
+        modules[path] = QuantizedModule(
             **vars(choice.tagged.hierarchy[path]),
             precision=precisions[path],
             bytes_before=contents.facts.weight_bytes,
@@ -377,8 +378,6 @@ def _result(
             nodes=len(contents.nodes),
             changed=sum(node in choice.precision_of for node in contents.nodes),
         )
-        for path, contents in contents_of(choice.tagged).modules.items()
-    }
     kept = tuple(_kept(choice, unchanged) for unchanged in left)
     changed, others = choice.counted(choice.nodes), choice.counted(choice.left)
     return Quantized(

@@ -308,7 +308,10 @@ class Work:
     def runs(self, part: Submodel) -> Iterator[Iterator[dict[str, Array]]]:
         """Open the inputs of a part in each run of the data; names are those in the part."""
         in_whole = {name: str(value.name) for name, value in part.inputs.items()}
-        with activations(
-            self.original.model, self.name, self.samples, list(in_whole.values())
-        ) as found:
-            yield ({name: arrays[whole] for name, whole in in_whole.items()} for arrays in found)
+
+        def renamed(arrays: Mapping[str, Array]) -> dict[str, Array]:
+            return {name: arrays[whole] for name, whole in in_whole.items()}
+
+        wanted = list(in_whole.values())
+        with activations(self.original.model, self.name, self.samples, wanted) as tensors:
+            yield map(renamed, tensors)

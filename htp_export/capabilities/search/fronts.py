@@ -200,7 +200,8 @@ def refined_plans(
         >>> refined_plans([smallest, MeasuredPlan({"a": "int8", "b": "int8"}, 16, 0.0)], modules, 2)
         [{'a': 'int4', 'b': 'int8'}]
     """
-    front = [measured[place] for place in pareto([(plan.size, plan.error) for plan in measured])]
+    points = [(plan.size, plan.error) for plan in measured]
+    front = [measured[place] for place in pareto(points)]
     candidates = _candidates(front, measured, modules)
     steps = sorted((plan.size, plan.error) for plan in front)
     plans: list[dict[str, str]] = []
@@ -242,10 +243,9 @@ def _neighbours(
     plan: MeasuredPlan, modules: Mapping[str, Sequence[Choice]]
 ) -> Iterator[MeasuredPlan]:
     """The plans in which one module differs, with their predicted size and error."""
-    current = {
-        path: next(choice for choice in modules[path] if choice.name == name)
-        for path, name in plan.choices.items()
-    }
+    current: dict[str, Choice] = {}
+    for path, name in plan.choices.items():
+        current[path] = next(choice for choice in modules[path] if choice.name == name)
     total = math.fsum(choice.error for choice in current.values())
     if not total:
         return

@@ -123,13 +123,15 @@ class Search(Result):
     @property
     def front_places(self) -> set[int]:
         """The places of these trials in `trials`."""
-        points = [[self._signed(trial, name) for name in self.objectives] for trial in self.trials]
-        spreads = [
-            [trial.spread.get(name, 0.0) for name in self.objectives] for trial in self.trials
-        ]
+        points: list[list[float]] = []
+        spreads: list[list[float]] = []
+        for trial in self.trials:
+            points.append([self._signed(trial, name) for name in self.objectives])
+            spreads.append([trial.spread.get(name, 0.0) for name in self.objectives])
         return {*pareto(points, spreads)}
 
     def _signed(self, trial: Trial, objective: str) -> float:
+        """The value of an objective, negative if larger is better."""
         value = trial.values[objective]
         return -value if objective in LARGER_IS_BETTER else value
 

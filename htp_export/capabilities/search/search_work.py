@@ -148,15 +148,14 @@ class SearchWork:
         if self.space.frames:
             return []
         cost = next((name for name in self._objectives if name in _COSTS), "size")
-        variables = self.space.variables.items()
-        alone = {
-            path: [self._choice(path, name, cost) for name in names] for path, names in variables
-        }
-        measured = []
+        alone: dict[str, list[Choice]] = {}
+        for path, names in self.space.variables.items():
+            alone[path] = [self._choice(path, name, cost) for name in names]
+        plans: list[MeasuredPlan] = []
         for trial in self._study.complete():
-            found = Measurement.from_dict(trial.user_attrs["measured"])
-            measured.append(MeasuredPlan(trial.params, _values(found)[cost], found.error))
-        return [*refined_plans(measured, alone, count)]
+            measured = Measurement.from_dict(trial.user_attrs["measured"])
+            plans.append(MeasuredPlan(trial.params, _values(measured)[cost], measured.error))
+        return [*refined_plans(plans, alone, count)]
 
     def _uniform(self) -> list[Decision]:
         """The decisions with one choice for all modules; modules that contain others stay."""

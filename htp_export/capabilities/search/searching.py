@@ -145,6 +145,8 @@ def search(
     from htp_export.capabilities.quantize.choosing import AutoPrecision
     from htp_export.capabilities.quantize.work import CalibrationData
 
+    # The steps in their order: arguments, data, study, single modules, plans. Processes that share a
+    # study repeat all of them, and find the results of the others.
     wanted = _check_objectives(objectives, metric)
     if sampler not in SAMPLERS:
         raise InputError(f"there is no sampler {sampler!r}; there are {', '.join(SAMPLERS)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -49,6 +49,10 @@ class ModuleChoice:
         if not self.is_quantized:
             return str(self.sparsity)
         return f"{self.sparsity}+{self.precision.name}"
+
+    def resolved(self, auto: AutoPrecision) -> ModuleChoice:
+        """The choice in which the precision ``auto`` is replaced."""
+        return replace(self, precision=auto.precision(self.precision))
 
     @property
     def is_quantized(self) -> bool:
@@ -138,12 +142,7 @@ def _choices_of(values: Any, known: dict[str, ModuleChoice], auto: AutoPrecision
 
     is_single = isinstance(values, str | int | float | Precision | Mapping)
     choices = [choice_of(value) for value in ([values] if is_single else values)]
-    precisions = (auto.precision(choice.precision) for choice in choices)
-    chosen = (
-        replace(choice, precision=precision)
-        for choice, precision in zip(choices, precisions, strict=True)
-    )
-    names = named_apart(chosen, known)
+    names = named_apart([choice.resolved(auto) for choice in choices], known)
     if not names:
         raise InputError(
             f"give precisions to choose from, of {', '.join(PRECISIONS)}, or values of prune"
@@ -347,10 +346,9 @@ def _prunable(tagged: TaggedModel, space: SearchSpace, selectors: Mapping[str, s
         for path, reason in reasons.items():
             if reason:
                 space = space.without(path, name, reason)
-    sparsities = {
-        path: {space.choices[name].sparsity for name in names}
-        for path, names in space.variables.items()
-    }
+    sparsities: dict[str, set[Sparsity | None]] = {}
+    for path, names in space.variables.items():
+        sparsities[path] = {space.choices[name].sparsity for name in names}
     checks.check_coupled(sparsities)
     return space
 
@@ -420,6 +418,8 @@ def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:
     for path, nodes in nodes_of.items():
         first_with.setdefault(frozenset(nodes), path)
     chosen = set(first_with.values())
-    return [
-        tuple(part for part in parts if part.call.path in chosen) for parts in parts_of.values()
-    ]
+    return [_parts_at(chosen, parts) for parts in parts_of.values()]
+
+
+def _parts_at(paths: Container[str], parts: Iterable[Part]) -> tuple[Part, ...]:
+    return tuple(part for part in parts if part.call.path in paths)

@@ -261,11 +261,11 @@ class Blocks(Method):
             return Made(part.model)
         tool = quantizers("matmul_nbits_quantizer")
         write_products(part.model.graph)
-        weights = {
-            f"{value.name}_": recipe_of(value)
-            for value in part.model.graph.initializers.values()
-            if all(use.node.op_type == "MatMul" for use in value.uses())
-        }
+        weights: dict[str, Recipe] = {}
+        for value in part.model.graph.initializers.values():
+            consumers = {use.node.op_type for use in value.uses()}
+            if consumers <= {"MatMul"}:
+                weights[f"{value.name}_"] = recipe_of(value)
         quantizer = tool.MatMulNBitsQuantizer(
             part.proto(),
             block_size=self.precision.block_size,
