@@ -300,6 +300,7 @@ def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> PrecisionChoi
             continue
         method = precision.how
         _check_opset(precision, method.first_opset, facts)
+        # An activation function is quantized only with its producer, with which it is fused.
         source = node.inputs[0] if node.op_type in method.with_producer else None
         has_producer = source is None or chosen.get(source.producer()) == precision
         in_reach = node.graph is facts.graph or method.in_subgraphs
@@ -375,6 +376,7 @@ def _without_effect(
         f"no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; "
         f"there are: {operators or 'no operators'}"
     )
+    # A node of several merged modules gets the precision of the module that keeps its weight.
     merged = next((node for node in nodes if choice.found.nodes.get(node) != precision), None)
     if merged is not None:
         owners = ", ".join(map(repr, choice.tagged.index.works[merged].doing))

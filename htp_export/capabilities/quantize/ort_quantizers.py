@@ -216,6 +216,7 @@ def _groups(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
             size = 0
         groups[-1] += consumers
         size += sizes[weight]
+    # By weight, nodes lose the order of execution, in which a part is cut out.
     order = {node: place for place, node in enumerate(nodes)}
     return [sorted(group, key=order.__getitem__) for group in groups]
 

@@ -273,6 +273,7 @@ def _changed(
     copy_of = twins_of(original.model, changed.model)
     original_of = {copy: node for node, copy in copy_of.items()}
     planned = {copy_of[node]: precision for node, precision in choice.found.nodes.items()}
+    # Before any method changes nodes: it records their order and signatures.
     changes = Bookkeeping(changed)
     work = Work(changed, original, choice.facts, original_of, planned, samples, name, control)
     left: list[Left] = []
@@ -309,6 +310,7 @@ def _left_notes(choice: PrecisionChoice, left: Sequence[Left]) -> list[str]:
     notes = list(dict.fromkeys(kept.why for kept in left if kept.partly))
     whole = [kept for kept in left if not kept.partly]
     counts = Counter((kept.why, choice.facts.has_floats(kept.node)) for kept in whole)
+    # Nodes that compute in other types do not stay "in fp32".
     for (why, is_float32), count in counts.items():
         verb = "stays" if count == 1 else "stay"
         state = "in fp32" if is_float32 else "as they are"

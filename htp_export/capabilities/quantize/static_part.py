@@ -136,6 +136,7 @@ class StaticPart:
         return model
 
     def _run_quantizer(self, chosen: Container[str]) -> onnx.ModelProto:
+        # The steps of `quantize_static`, which would measure the ranges itself, in each attempt.
         precision, types = self.precision, quantizers().QuantType
         model = quantizers("quant_utils").load_model_with_shape_infer(self.file)
         config = quantizers("quantize").get_qdq_config(
@@ -177,6 +178,7 @@ class StaticPart:
             tensor = constant_of(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
             if tensor is None or tensor.dtype != ir.DataType.INT32:
                 continue
+            # The quantizer clips to the limits: a value at a limit may have been larger.
             if not np.isin(tensor.numpy(), (_INT32.min, _INT32.max)).any():
                 continue
             for use in node.outputs[0].uses():

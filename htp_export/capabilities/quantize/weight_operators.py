@@ -178,6 +178,7 @@ def write_dequantized(graph: ir.Graph) -> None:
                 weights[packed] = _dequantized(graph, node, packed)
             replace(node, [ir.node("MatMul", [node.inputs[0], weights[packed]])])
     remove_unused(list(graph.initializers.values()))
+    # An engine without ONNX Runtime's operators refuses a file that imports their domain.
     for domain in graph.opset_imports.keys() - {node.domain for node in graph} - {""}:
         del graph.opset_imports[domain]
 

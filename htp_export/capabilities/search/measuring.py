@@ -249,6 +249,7 @@ class Measurer:
         from htp_export.capabilities.quantize.quantizing import quantize
 
         data = self.feeds if self.calibration is None else self._calibration
+        # A metric is an error for plans without max_drop.
         drops = any(precision.max_drop is not None for precision in plan.values())
         checked: dict[str, Any] = {"metric": self.metric, "validation": self.feeds} if drops else {}
         result = quantize(tagged or self.tagged, dict(plan), data=data, **checked)
@@ -268,6 +269,7 @@ class Measurer:
             pruned = prune(tagged, pruning)
             whole = pruned.modules[""]
             tagged, nonzeros = pruned.tagged, whole.weights_after - whole.zeros_after
+        # Without a change by the plan, the pruned model itself is measured.
         if made is None and not all(precision.is_kept for precision in plan.values()):
             made = self.quantized(plan, tagged)
         return made or tagged, nonzeros

@@ -65,6 +65,7 @@ class SearchWork:
                 self._alone(path, name)
             except (InputError, ToolError) as error:
                 problems[path, name] = error
+        # Sorted, because each process measures in another order.
         for path, name in sorted(problems):
             self.space = self.space.without(path, name, problems[path, name])
         self.space = self.space.completed()
@@ -107,7 +108,7 @@ class SearchWork:
         exact = True
         for path in paths:
             if any(other != path and tags.is_under(path, other) for other in paths):
-                continue
+                continue  # combined with the module around it
             inside = [other for other in paths if other != path and tags.is_under(other, path)]
             inner = _NO_MODULES if not inside else self._additive(inside, cost)
             exact = exact and inner.exact

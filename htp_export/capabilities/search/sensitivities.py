@@ -382,6 +382,7 @@ def _with_alone(
 
     plan, original = {row.path or ".": precision}, measurer.original
     try:
+        # Only the comparison by module needs the model, if its measurement is known already.
         made = measurer.quantized(plan) if by_module else None
         measured = measurer.measure(plan, made=made)
     except (InputError, ToolError) as error:

@@ -249,6 +249,7 @@ class SearchSpace:
                 continue
             if choice.sparsity is not None:
                 removed[path or "."] = choice.sparsity
+            # The precision of a frame would apply to the modules inside, too.
             if path not in frames and not choice.is_dropped:
                 precisions[path or "."] = choice.precision
         return Treatment(removed, precisions)

@@ -103,6 +103,7 @@ class Stored(Method):
 
     def quantize(self, part: Submodel, work: Work) -> Made:
         graph = part.model.graph
+        # By name, which a node keeps when it is rewritten; its weight gets another recipe.
         names = {node.name: self._name(node) for node in graph}
         write_products(graph)
         stored: dict[str, tuple[Packed | Coded, dict[str, ir.Value]]] = {}

@@ -115,7 +115,7 @@ class Dynamic(Method):
                 per_channel=by_channel,
                 reduce_range=self.precision.reduce_range,
                 weight_type=tool.QuantType.QUInt8 if is_unsigned else tool.QuantType.QInt8,
-                extra_options={"MatMulConstBOnly": True},
+                extra_options={"MatMulConstBOnly": True},  # not products of two activations
             )
             return Made(read_model(target))
 

@@ -125,6 +125,7 @@ class Static(Method):
 
     def quantize(self, part: Submodel, work: Work) -> Made:
         graph = part.model.graph
+        # The quantizer resets beta.
         fold_factors(graph)
         floats = fit_biases(graph, self.channels)
         hidden = hide_biases(graph, floats)

@@ -261,6 +261,7 @@ class Blocks(Method):
             return Made(part.model)
         tool = quantizers("matmul_nbits_quantizer")
         write_products(part.model.graph)
+        # The quantizer names its tensors after the weight; recipes are recorded by these names.
         weights: dict[str, Recipe] = {}
         for value in part.model.graph.initializers.values():
             consumers = {use.node.op_type for use in value.uses()}
@@ -286,6 +287,7 @@ class Blocks(Method):
             level = self._level_of(node) if node.op_type == "MatMulNBits" else 0
             if level:
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", level)
+        # The step `quantize` of recipes computes the levels of this algorithm alone.
         if self.precision.algorithm == "default":
             self._record(quantized.graph, weights)
         if self.is_standard:
