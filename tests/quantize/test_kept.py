@@ -151,7 +151,9 @@ class TestBiases:
             text, w=drawn(4, 4, 3, 3) * np.float32(1e-9), b=drawn(4) * 100, v=drawn(4, 4, 1, 1)
         )
         [kept] = quantized(model, "uint8", FEED).kept
-        assert kept.reason.startswith("ONNX Runtime fails on Conv 'a' of 'a': ONNX Runtime would clip")
+        assert kept.reason.startswith(
+            "ONNX Runtime fails on Conv 'a' of 'a': ONNX Runtime would clip"
+        )
 
     def test_one_that_is_read_elsewhere_too_keeps_its_bits(self):
         """As an operand it has 8 bits, as a bias 32."""

@@ -82,7 +82,7 @@ def quantize_command(
     output: Annotated[Path | None, "The ONNX file to write.", Writes(in_place=True)] = None,
     metric: MetricOption = None,
     validation: Annotated[
-        list[str] | None, "Inputs for --metric, as --data. Those of --data without."
+        list[str] | None, "Inputs for --metric, as --data; by default, --data."
     ] = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
@@ -103,7 +103,7 @@ def quantize_command(
     """Give modules other precisions: int8, int4, fp16.
 
     Without a plan, one that is faster than fp32 on this machine. Exactly the modules of the plan
-    change. Without --data, ranges of activations are those of random inputs.
+    change. Without --data, ranges of activations are measured on random inputs.
     """
     from htp_export.capabilities.quantize.method import CHECKPOINT
     from htp_export.capabilities.quantize.precisions import PRECISIONS

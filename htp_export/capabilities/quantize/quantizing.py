@@ -49,9 +49,7 @@ from htp_export.runtime.runner import Metric
 
 _log = logging.getLogger(__name__)
 
-_RANDOM = (
-    "the ranges of activations are those of random inputs: the accuracy of this model means nothing"
-)
+_RANDOM = "the ranges of activations are measured on random inputs: the accuracy of this model means nothing"
 _CRASH = (
     "ONNX Runtime can crash on the CPU while it optimises this model: set the session configuration entry "
     f"{DISABLED} to {CRASHING}"

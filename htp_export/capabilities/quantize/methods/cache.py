@@ -64,7 +64,7 @@ class Cache(Method):
         last_place = max(scales for _, _, scales in _CACHES.values())
         node.resize_inputs(max(len(node.inputs), 1 + last_place))
         for which, (past, present) in _caches_of(node).items():
-            # The operator has scales for heads × features, in one vector.
+            # The operator has a vector of scales, one for each feature of each head.
             bound = largest[str(present.name)].reshape(-1)
             if not self.precision.per_channel:
                 bound = bound.max(keepdims=True)

@@ -71,7 +71,7 @@ class Blocks(Method):
         precision = self.precision
         if self.is_standard and self._is_hqq:
             raise precision.fault(
-                "zero points of hqq are no integers, and those of DequantizeLinear are"
+                "zero points of hqq are no integers, and DequantizeLinear has no others"
             )
         if self._cast is None and precision.options:
             raise precision.fault("narrow_io is for activations in float16 or bfloat16")
@@ -133,7 +133,7 @@ class Blocks(Method):
             return reason
         opset = self._needs_opset(node, facts) if self._has_blocks(node) else 0
         if opset:
-            return f"DequantizeLinear has what it needs from opset {opset} on, and the model has {facts.opset}"
+            return f"DequantizeLinear supports it from opset {opset} on, and the model has {facts.opset}"
         if self._fails_on_odd_blocks(node):
             return f"{self.precision.algorithm} fails on an odd number of blocks in a column: choose another block_size"
         return ""

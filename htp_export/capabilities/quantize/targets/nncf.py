@@ -48,7 +48,7 @@ def plan_file(planned: PlannedModel) -> TargetFile:
         )
     if any(precision.bits == 4 for precision in weights):
         notes.append(
-            "NNCF does not add the opset import of com.microsoft for int4: onnx refuses what it returns"
+            "NNCF does not add the opset import of com.microsoft for int4: onnx refuses its result"
         )
     if len(static) > 1:
         notes.append(
