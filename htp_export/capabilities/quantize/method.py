@@ -1,7 +1,7 @@
 """Methods: the interface through which an engine gives a precision to nodes.
 
-Methods are discovered, and listed nowhere. The package ``methods`` contains those of ONNX Runtime:
-a file each, with a class ``METHOD``. Methods of another engine come from a plug-in: an entry point
+Methods are discovered, and listed nowhere. The package ``methods`` has a file for each method of
+ONNX Runtime, with a class ``METHOD``. Methods of another engine come from a plug-in: an entry point
 of the group ``htp_export.quantize``, named after the engine, of a module whose ``METHODS`` maps the
 names of its methods to their classes.
 """

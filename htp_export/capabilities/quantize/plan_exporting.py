@@ -251,7 +251,7 @@ def export_plan(
         to: The tool.
 
     Returns:
-        The contents of the file as ``.content`` and ``.text``, and notes on what to do with it.
+        The contents of the file as ``.content`` and ``.text``, and notes on its use.
 
     Raises:
         InputError: The plan has a precision that the tool does not have, or a node cannot be named.

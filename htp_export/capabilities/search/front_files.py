@@ -62,7 +62,7 @@ def write_plans(
 
     Args:
         search: The search.
-        folder: The folder; its files for points are those of `plan_file`, in the order of
+        folder: The folder. `plan_file` names the files of points, in the order of
             ``Search.pareto``.
         inputs: The options ``data``, ``dims``, ``shapes`` and ``seed`` with which the step
             ``quantize`` of a pipeline calibrates. Random prompts are written, and replace ``data``.
@@ -234,7 +234,7 @@ class _Axis:
         high: The largest value.
         start: The coordinate of the smallest value, in pixels.
         end: The coordinate of the largest value.
-        logarithmic: Whether distances are those of logarithms.
+        logarithmic: Whether distances are proportional to logarithms.
     """
 
     low: float

@@ -54,8 +54,8 @@ class Measurement(Deviation):
 
     Attributes:
         bytes: Size of all tensors of the model.
-        latency_ms: Median time of a run; None if it was not measured. Runs alternate with those of
-            the original, and the time is that of the original times the ratio of both, so that the
+        latency_ms: Median time of a run; None if it was not measured. Runs of both models
+            alternate, and the time is that of the original times the ratio of both, so that the
             load of the machine cancels.
         metric: The user's metric; None without one.
         tokens: Share of greedy tokens that equal the original's, when each continues the tokens of
@@ -184,7 +184,7 @@ class Measurer:
             return KeptRuns()
         settings = [getattr(self.metric, "__qualname__", None), self.runs]
         if self.runs:
-            # in earlier versions, times were not those of alternating runs
+            # In earlier versions, timed runs did not alternate with the original.
             settings.append("in turn")
         name = digest_of(self.tagged.model, self.feeds, tuple(settings))
         return KeptRuns(open_study(self.results, name, ["minimize"]))
@@ -286,7 +286,7 @@ class Measurer:
     def _measured(
         self, tagged: TaggedModel, nonzeros: int | None = None, *, beside: bool = True
     ) -> Measurement:
-        """Measure a model; ``beside``: whether timed runs alternate with those of the original."""
+        """Measure a model; ``beside``: whether timed runs alternate with the original."""
         references, is_loop = self.expected, self.prompts is not None
         if is_loop:
             outputs, ms = self._generated(tagged, beside)

@@ -153,7 +153,7 @@ class SearchInterrupted(KeyboardInterrupt):
     """A search was interrupted.
 
     Attributes:
-        result: The search so far: what all processes have measured.
+        result: The search so far, with the trials of all processes.
     """
 
     def __init__(self, result: Search) -> None:

@@ -104,7 +104,7 @@ class SearchWork:
         point of the front of the modules inside.
         """
         choices: dict[str, list[Choice]] = {}
-        decisions: dict[str, Decision] = {}  # name of a combination → what it decides
+        decisions: dict[str, Decision] = {}  # name of a combination → its decision
         exact = True
         for path in paths:
             if any(other != path and tags.is_under(path, other) for other in paths):
@@ -142,7 +142,7 @@ class SearchWork:
         return plans
 
     def refined(self, count: int) -> list[Decision]:
-        """Plans next to those of the measured front; none for modules inside other modules.
+        """Plans next to the measured front; none for modules inside other modules.
 
         Errors of modules inside one that may be dropped do not add up.
         """

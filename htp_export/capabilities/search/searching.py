@@ -229,7 +229,7 @@ def _digest(measurer: Measurer, objectives: Sequence[str]) -> str:
     if measurer.prompts is not None:
         settings.append(measurer.prompts.new_tokens)
     if "latency" in objectives or "time" in objectives:
-        # in earlier versions, times were not those of alternating runs
+        # In earlier versions, timed runs did not alternate with the original.
         settings.append("in turn")
     return digest_of(measurer.tagged.model, measurer.feeds, tuple(settings))
 

@@ -218,7 +218,7 @@ class SharedStudy:
         self.study.sampler = create(*arguments, seed=seed + number)
 
     def enqueue(self, plans: Sequence[Mapping[str, str]]) -> None:
-        """Add trials to be run next, except for those that the study contains in any state."""
+        """Add trials to be run next, unless the study contains them in any state."""
         with _quiet():
             for plan in plans:
                 self.study.enqueue_trial(dict(plan), skip_if_exists=True)
@@ -309,7 +309,7 @@ class SharedStudy:
 
     @property
     def failed(self) -> int:
-        """The number of trials that could not be measured, without those of crashed processes."""
+        """The number of trials that could not be measured; crashes of processes do not count."""
         return sum(_PROBLEM in trial.user_attrs for trial in self._of("FAIL"))
 
     @property
