@@ -44,8 +44,8 @@ def additive_front(
 
     This is the multiple-choice knapsack problem for all capacities at once. The list of
     non-dominated sums grows module by module (Nemhauser and Ullmann, "Discrete dynamic programming
-    and capital allocation", 1969): a sum that is dominated stays so, whatever is added to it, so
-    that no point of the front is lost.
+    and capital allocation", 1969): a dominated sum stays dominated after any addition, so that no
+    point of the front is lost.
 
     Examples:
         >>> wide, narrow = Choice("int8", 8, 0.0), Choice("int4", 4, 1.0)
