@@ -1,4 +1,4 @@
-"""Plans: ordered rules that assign values to modules and nodes (docs/quantize.md, "Plans").
+"""Plans: ordered rules that give values to modules, and through them to nodes (docs/plans.md).
 
 A rule holds for the regions of the modules that its selector names, except the excluded ones; it
 holds for calls of modules separately. Nodes without owners belong to the root. A node whose modules

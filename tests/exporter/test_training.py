@@ -139,7 +139,7 @@ class TestFilter:
             self.named("nowhere")
         with pytest.raises(InputError, match="the plan gives 'int3' to no linear layer"):
             self.named({"**": "int8"}, "int3")
-        with pytest.raises(InputError, match="names none"):
+        with pytest.raises(InputError, match="names no linear layer"):
             self.named("0.1")
 
 

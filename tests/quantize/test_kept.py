@@ -136,6 +136,25 @@ class TestBiases:
         assert result.operators == {"uint8": {"Conv": 1}}
         refused(model, "uint8", FEED, "would clip the bias")
 
+    def test_the_search_for_nodes_to_leave_ends_if_the_quantizer_does_not_leave_them(
+        self, monkeypatch
+    ):
+        class QuantizesAll(quantizers("qdq_quantizer").QDQQuantizer):
+            def __init__(self, *arguments: Any) -> None:
+                nodes_to_exclude = arguments[7]
+                nodes_to_exclude.clear()
+                super().__init__(*arguments)
+
+        monkeypatch.setattr(quantizers("qdq_quantizer"), "QDQQuantizer", QuantizesAll)
+        text = "g (float[2,4,6,6] x) => (float[a,b,c,d] y) { a = Conv(x,w,b) y = Conv(a,v) }"
+        model = tagged_graph(
+            text, w=drawn(4, 4, 3, 3) * np.float32(1e-9), b=drawn(4) * 100, v=drawn(4, 4, 1, 1)
+        )
+        [kept] = quantized(model, "uint8", FEED).kept
+        assert kept.reason.startswith(
+            "ONNX Runtime fails on Conv 'a' of 'a': ONNX Runtime would clip"
+        )
+
     def test_one_that_is_read_elsewhere_too_keeps_its_bits(self):
         """As an operand it has 8 bits, as a bias 32."""
         text = "g (float[4,4] x) => (float[4,4] y) { a = Gemm(x,w,b) y = Add(a,b) }"

@@ -100,7 +100,7 @@ def test_a_convolution_in_float16_is_stored_from_opset_19_on(half):
     is_old = half.stem == "18"
     assert result.modules["conv"].precision == ("fp32" if is_old else "int8-weights")
     assert (
-        any("DequantizeLinear has what it needs from opset 19 on" in note for note in result.notes)
+        any("DequantizeLinear supports it from opset 19 on" in note for note in result.notes)
         == is_old
     )
 

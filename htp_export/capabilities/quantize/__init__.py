@@ -1,1 +1,1 @@
-"""A precision for each module: types, calibration data, engines, and what they made put in its place."""
+"""A precision for each module: plans, methods, calibration data, and files for other tools."""

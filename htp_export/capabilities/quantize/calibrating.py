@@ -1,10 +1,10 @@
-"""Ranges of the tensors of a part, which ONNX Runtime's calibrators measure on one run of the data after another.
+"""Measure the ranges of tensors with ONNX Runtime's calibrators, one run of the data at a time.
 
-A calibrator that collects several runs one by one merges smallest and largest values without NaN,
-and histograms wrongly: it adds bins for larger values, compares them with the number of bins that
-the first run had, and drops values that are smaller than those of the first run. So a first pass
-over the data finds the bounds of each histogram, and a second one fills it: the order of the runs
-makes no difference, and the result is that of all runs at once.
+A calibrator that collects several runs one by one ignores NaN, and merges histograms wrongly: it
+adds bins for larger values, compares them with the number of bins of the first run, and drops
+values that are smaller than those of the first run. So a first pass over the data measures the
+bounds of each histogram, and a second one fills it: the result does not depend on the order of the
+runs, and equals that of all runs at once.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ from htp_export.runtime.arrays import Array
 
 MINMAX, ENTROPY, PERCENTILE = "minmax", "entropy", "percentile"
 CALIBRATIONS = {MINMAX: "MinMax", ENTROPY: "Entropy", PERCENTILE: "Percentile"}
-"""Names of plans → names of ONNX Runtime's methods."""
+"""Name in plans → name of ONNX Runtime's method."""
 
 _LARGEST = 1e30
-"""Ranges up to here are divided into steps. Masks are filled with numbers near the largest float, or infinity: in 256
-steps between these and 0, all other values would be 0."""
+"""Larger values fill masks: with numbers near the largest float, 3.4e38, or infinity. A range with
+such values has no useful steps: of 256, all other values would be in one."""
 
 _NOTHING = np.zeros((), np.float32)
-"""The bounds of a tensor without elements, for a quantizer that asks for some."""
+"""The bounds of a tensor without elements: the quantizer needs a range for each tensor."""
 
 Runs: TypeAlias = Callable[[], AbstractContextManager[Iterator[Mapping[str, Array]]]]
-"""Opens the runs of the data from the first one on."""
+"""Opens an iterator over all runs of the data; each call starts with the first run."""
 
 
 def calibration_method(name: str) -> Any:
-    """ONNX Runtime's constant for a method that has this name in plans."""
+    """ONNX Runtime's constant for the name of a method in plans."""
     return quantizers().CalibrationMethod[CALIBRATIONS[name]]
 
 
 def passes_over_data(name: str) -> int:
-    """How often a method reads the data."""
+    """The number of passes of a method over the data."""
     return 1 if name == MINMAX else 2
 
 
 def is_divisible(bounds: Sequence[Any]) -> bool:
-    """Whether the bounds of a range can be divided into steps; those of values that fill masks cannot."""
-    return all(bool(np.all(np.abs(np.asarray(bound, np.float64)) < _LARGEST)) for bound in bounds)
+    """Whether a range can be divided into steps: its bounds are smaller than values of masks."""
+    sizes = (np.abs(np.asarray(bound, np.float64)) for bound in bounds)
+    return all(bool(np.all(size < _LARGEST)) for size in sizes)
 
 
 @dataclass
 class Bounds:
-    """The smallest and the largest value of a tensor, and the smallest absolute one; none if it had no elements."""
+    """The smallest, the largest, and the smallest absolute value of a tensor."""
 
     low: Array
     high: Array
@@ -61,21 +62,25 @@ class Bounds:
 
     @classmethod
     def of(cls, array: Array) -> Bounds | None:
-        """Those of an array; None without elements."""
-        return cls(array.min(), array.max(), np.abs(array).min()) if array.size else None
+        """The bounds of an array; None without elements."""
+        if not array.size:
+            return None
+        return cls(array.min(), array.max(), np.abs(array).min())
 
     @classmethod
     def between(cls, low: Array, high: Array) -> Bounds | None:
-        """Those that ONNX Runtime found; of no elements, it finds infinity and its negative."""
-        return None if (low > high).all() else cls(low, high, np.minimum(np.abs(low), np.abs(high)))
+        """The bounds that ONNX Runtime measured; None without elements (infinity, -infinity)."""
+        if (low > high).all():
+            return None
+        return cls(low, high, np.minimum(np.abs(low), np.abs(high)))
 
     @property
     def has_nan(self) -> bool:
-        """Whether there is NaN among the values."""
+        """Whether a value was NaN."""
         return bool(np.isnan(self.low).any() or np.isnan(self.high).any())
 
     def merged(self, other: Bounds) -> Bounds:
-        """Those of both; NaN if one has NaN."""
+        """The common bounds of both; NaN if one has NaN."""
         return Bounds(
             np.minimum(self.low, other.low),
             np.maximum(self.high, other.high),
@@ -96,22 +101,22 @@ class Ranges:
     empty: frozenset[str]
 
     def for_quantizer(self) -> Any:
-        """What ONNX Runtime's quantizer takes, which changes it."""
+        """The ranges as an argument of ONNX Runtime's quantizer, which changes it."""
         tool = quantizers("calibrate")
         return tool.TensorsData(tool.CalibrationMethod.MinMax, dict(self.bounds))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One measurement of the ranges in a file.
+    """The settings of one calibration.
 
     Attributes:
-        file: A model for ONNX Runtime's calibrators.
+        file: The model for ONNX Runtime's calibrators.
         op_types: The operators whose tensors are measured.
-        method: The name in plans.
+        method: The name of the method in plans.
         symmetric: Whether zero is the middle of each range.
-        external: Whether the weights are too large for the file with more outputs.
-        names: Name of a tensor → its name in errors, in the order in which tensors are computed.
+        external: Whether the weights need external data once outputs are added to the file.
+        names: Name of a tensor → its name in errors, in the order of execution.
     """
 
     file: Path
@@ -122,41 +127,43 @@ class Calibration:
     names: Mapping[str, str]
 
     def ranges(self, runs: Runs) -> Ranges:
-        """The ranges in all runs, of which one is in memory at a time; an `InputError` names a tensor with NaN."""
+        """The ranges over all runs, of which one is in memory at a time.
+
+        Raises:
+            InputError: A tensor has NaN.
+        """
         calibrator = self._calibrator()
         if self.method == MINMAX:
-            found = self._smallest_and_largest(calibrator, runs)
+            measured = self._smallest_and_largest(calibrator, runs)
         else:
             collector = _BoundsCollector(self._check)
             self._collect(calibrator, collector, runs)
-            found = collector.found
-        known = {name: bounds for name, bounds in found.items() if bounds is not None}
-        ranges = {name: self._range(each) for name, each in known.items()}
+            measured = collector.measured
+        known = {name: bounds for name, bounds in measured.items() if bounds is not None}
+        ranges = {name: self._range(bounds) for name, bounds in known.items()}
         if self.method != MINMAX:
             ranges |= self._by_histograms(calibrator, known, runs)
-        empty = frozenset(found) - known.keys()
+        empty = frozenset(measured) - known.keys()
         return Ranges(ranges | dict.fromkeys(empty, (_NOTHING, _NOTHING)), empty)
 
     def _range(self, bounds: Bounds) -> tuple[Array, Array]:
+        if not self.symmetric:
+            return bounds.low, bounds.high
         largest = np.maximum(np.abs(bounds.low), np.abs(bounds.high))
-        return (-largest, largest) if self.symmetric else (bounds.low, bounds.high)
+        return -largest, largest
 
-    def _check(self, run: int, found: Mapping[str, Bounds | None]) -> None:
-        """Refuse NaN in one run."""
-        wrong = [
-            name
-            for name in self.names
-            if (bounds := found.get(name)) is not None and bounds.has_nan
-        ]
-        if wrong:
-            name = self.names[wrong[0]]
-            raise InputError(
-                f"data, run {run}: the model computes NaN in {name!r}; its range is not known"
-            )
+    def _check(self, run: int, measured: Mapping[str, Bounds | None]) -> None:
+        """Raise an `InputError` for the first tensor with NaN in one run."""
+        for name, name_in_model in self.names.items():
+            bounds = measured.get(name)
+            if bounds is not None and bounds.has_nan:
+                raise InputError(
+                    f"data, run {run}: the model computes NaN in {name_in_model!r}; its range is not known"
+                )
 
     def _calibrator(self) -> Any:
-        # Its percentiles are those of absolute values unless told otherwise, also for ranges that
-        # are not symmetric.
+        # Without this option, percentiles are those of absolute values, also for ranges that are
+        # not symmetric.
         options = {"symmetric": True} if self.symmetric and self.method != MINMAX else {}
         with quietly():
             return quantizers("calibrate").create_calibrator(
@@ -169,19 +176,19 @@ class Calibration:
             )
 
     def _smallest_and_largest(self, calibrator: Any, runs: Runs) -> dict[str, Bounds | None]:
-        """The bounds of tensors; the model has an output for each bound, so that no tensor leaves ONNX Runtime."""
-        found: dict[str, Bounds | None] = {}
+        """The bounds of tensors, which are outputs of the file: no tensor leaves ONNX Runtime."""
+        measured: dict[str, Bounds | None] = {}
         with runs() as opened:
             for number, arrays in enumerate(opened):
-                # it would merge them with those of the runs before
+                # Otherwise, the calibrator merges the runs, and ignores NaN.
                 calibrator.calibrate_tensors_range = None
                 with quietly():
                     calibrator.collect_data(OneRun(arrays))
-                    measured = calibrator.compute_data()
-                new = {name: Bounds.between(*each.range_value) for name, each in measured.items()}
+                    computed = calibrator.compute_data()
+                new = {name: Bounds.between(*data.range_value) for name, data in computed.items()}
                 self._check(number, new)
-                _merge(found, new)
-        return found
+                _merge(measured, new)
+        return measured
 
     def _collect(self, calibrator: Any, collector: Any, runs: Runs) -> None:
         calibrator.collector = collector
@@ -193,7 +200,7 @@ class Calibration:
     def _by_histograms(
         self, calibrator: Any, bounds: Mapping[str, Bounds], runs: Runs
     ) -> dict[str, tuple[Array, Array]]:
-        """The ranges that ONNX Runtime chooses for tensors of which it can have a histogram."""
+        """The ranges that ONNX Runtime chooses for tensors with histograms."""
         histograms = self._histograms(calibrator, bounds)
         if not histograms.known:
             return {}
@@ -201,10 +208,10 @@ class Calibration:
         calibrator.collector = histograms.tool
         with quietly():
             chosen = calibrator.compute_data()
-        return {name: each.range_value for name, each in chosen.items()}
+        return {name: data.range_value for name, data in chosen.items()}
 
     def _histograms(self, calibrator: Any, bounds: Mapping[str, Bounds]) -> _HistogramCollector:
-        """Empty histograms of the whole ranges, as ONNX Runtime makes them of the data of all runs at once."""
+        """Empty histograms over the whole ranges, with the bins of ONNX Runtime for all runs."""
         tool = quantizers("calibrate").HistogramCollector(
             method=calibrator.method,
             symmetric=calibrator.symmetric,
@@ -214,20 +221,20 @@ class Calibration:
             scenario=calibrator.scenario,
         )
         counts_absolute = calibrator.method == PERCENTILE and calibrator.symmetric
-        for name, each in bounds.items():
-            largest = np.maximum(np.abs(each.low), np.abs(each.high))
-            begin, end = (each.least, largest) if counts_absolute else (-largest, largest)
+        for name, bound in bounds.items():
+            largest = np.maximum(np.abs(bound.low), np.abs(bound.high))
+            begin, end = (bound.least, largest) if counts_absolute else (-largest, largest)
             edges = _edges(begin, end, calibrator.num_bins) if is_divisible((begin, end)) else None
             if edges is not None:
                 counts = np.zeros(calibrator.num_bins, np.int64)
-                known = (counts, edges, each.low, each.high)
-                tool.histogram_dict[name] = known if counts_absolute else (*known, largest)
+                entry = (counts, edges, bound.low, bound.high)
+                tool.histogram_dict[name] = entry if counts_absolute else (*entry, largest)
         return _HistogramCollector(tool, frozenset(tool.histogram_dict))
 
 
 def _edges(begin: Array, end: Array, bins: int) -> Array | None:
-    """The edges of the bins of a histogram; None if so many bins have no width in this type."""
-    # numbers of the type of the tensor, in which numpy computes the edges
+    """The edges of the bins of a histogram; None if the bins have no width in the type."""
+    # Scalars of the type of the tensor: numpy computes the edges in it.
     bounds: Any = (begin, end)
     try:
         return np.histogram(np.zeros(0, begin.dtype), bins, range=bounds)[1].astype(begin.dtype)
@@ -235,43 +242,41 @@ def _edges(begin: Array, end: Array, bins: int) -> Array | None:
         return None
 
 
-def _merge(found: dict[str, Bounds | None], new: Mapping[str, Bounds | None]) -> None:
-    """Add the bounds of tensors in one run to those of the runs before."""
+def _merge(measured: dict[str, Bounds | None], new: Mapping[str, Bounds | None]) -> None:
+    """Add the bounds of tensors in one run to those of earlier runs, in place."""
     for name, bounds in new.items():
-        before = found.get(name)
-        found[name] = (
-            before.merged(bounds) if before is not None and bounds is not None else before or bounds
-        )
+        before = measured.get(name)
+        if before is None:
+            measured[name] = bounds
+        elif bounds is not None:
+            measured[name] = before.merged(bounds)
 
 
 @dataclass
 class _BoundsCollector:
-    """Takes the place of ONNX Runtime's collector of histograms, and finds the bounds of tensors."""
+    """Replaces ONNX Runtime's collector of histograms, and measures the bounds of tensors."""
 
     check: Callable[[int, Mapping[str, Bounds | None]], None]
-    found: dict[str, Bounds | None] = field(default_factory=dict)
+    measured: dict[str, Bounds | None] = field(default_factory=dict)
     runs: int = 0
 
     def collect(self, tensors: Mapping[str, Sequence[Array]]) -> None:
         """Add one run: name of a tensor → its values, in a list of one array."""
         new = {name: Bounds.of(array) for name, [array] in tensors.items()}
         self.check(self.runs, new)
-        _merge(self.found, new)
+        _merge(self.measured, new)
         self.runs += 1
 
 
 @dataclass(frozen=True)
 class _HistogramCollector:
-    """ONNX Runtime's collector for the tensors that it has a histogram of; others keep their bounds."""
+    """ONNX Runtime's collector, for tensors with a histogram; others keep their bounds."""
 
     tool: Any
     known: frozenset[str]
 
     def collect(self, tensors: Mapping[str, Sequence[Array]]) -> None:
-        """Add one run: name of a tensor → its values, in a list of one array; zero would be one of no values."""
-        counted = {
-            name: arrays
-            for name, arrays in tensors.items()
-            if name in self.known and arrays[0].size
-        }
-        self.tool.collect(counted)
+        """Add one run: name of a tensor → its values, in a list of one array."""
+        # For an array without values, the tool would count a zero.
+        filled = {name: arrays for name, arrays in tensors.items() if arrays[0].size}
+        self.tool.collect({name: filled[name] for name in filled if name in self.known})

@@ -1,4 +1,4 @@
-"""What a plan does to a model, before anything is run: which nodes get which precision, and the bytes of weights."""
+"""The effect of a plan before anything is run: precisions of nodes, and bytes of weights."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _PRODUCTS, _CONVOLUTIONS = "products with stored matrices", "convolutions"
 
 
 class AutoPrecision:
-    """The precision ``auto``: one that is faster than fp32 in ONNX Runtime on this machine, by what a model computes.
+    """Replaces the precision ``auto`` by one that is faster than fp32 on this machine.
 
-    ``notes`` say why, of what was asked. The model has no functions. What was measured is in
-    ``docs/quantize.md`` ("Which one"):
+    The choice follows from the operators of the model, which has no functions; ``notes`` explain
+    it. The measurements are in ``docs/quantize.md`` ("Which one"):
 
-    - Products with stored matrices are as fast with ranges at run time (``int8-dynamic``) as with calibrated ones,
-      nearer to fp32, and need no data.
-    - Convolutions are slower with ranges at run time (``ConvInteger`` has no fast kernel), and faster with calibrated
-      ones: on x86 with unsigned activations (``u8s8``), on ARM with signed ones (``int8``), which
-      ONNX Runtime fuses by default there and not on x86.
+    - Products with stored matrices are as fast with ranges at run time (``int8-dynamic``) as with
+      calibrated ranges, closer to fp32, and need no data.
+    - Convolutions are slower with ranges at run time (``ConvInteger`` has no fast kernel), and
+      faster with calibrated ranges: on x86 with unsigned activations (``u8s8``), on ARM with signed
+      ones (``int8``), which ONNX Runtime fuses by default on ARM and not on x86.
     - On x86 without VNNI, products of unsigned and signed integers saturate: weights get 7 bits.
     """
 
@@ -50,82 +50,86 @@ class AutoPrecision:
         self._tagged, self._dims, self._shapes = tagged, dims, shapes
         self.notes: list[str] = []
 
-    def precision(self, given: Precision) -> Precision:
-        """A precision, or for ``auto`` the one that serves the whole model."""
-        return self._whole if given == AUTO else given
+    def precision(self, precision: Precision) -> Precision:
+        """Return a precision unchanged, or for ``auto`` the one chosen for the whole model."""
+        return self._for_whole_model if precision == AUTO else precision
 
     def rules(self, rules: Mapping[str, Precision]) -> dict[str, Precision]:
-        """A plan in which each ``auto`` is the precision that serves the nodes of its rule.
+        """A plan in which each ``auto`` is replaced by the choice for the nodes of its rule.
 
-        Modules of convolutions stay in fp32 where products take most of the work, unless a later
-        rule names them.
+        If most of the work is in products, modules of convolutions stay in fp32, unless a later rule
+        matches them.
         """
         if AUTO not in rules.values():
             return dict(rules)
         deciding = assigned(self._tagged, rules).deciding
-        served: dict[str, Precision] = {}
-        for selector, given in rules.items():
-            served.pop(selector, None)  # it holds at its new place
-            served[selector] = given
-            if given == AUTO:
-                served[selector] = self._of(
-                    deciding[selector], "" if selector == "." else f"{selector!r}: "
-                )
-                if served[selector].method == "dynamic":
-                    served |= dict.fromkeys(self._apart(deciding[selector]), PRECISIONS["fp32"])
-        return served
+        replaced: dict[str, Precision] = {}
+        for selector, precision in rules.items():
+            # An inserted rule for convolutions may have this selector, before its turn.
+            replaced.pop(selector, None)
+            if precision != AUTO:
+                replaced[selector] = precision
+                continue
+            prefix = "" if selector == "." else f"{selector!r}: "
+            nodes = deciding[selector]
+            chosen = replaced[selector] = self._choose(nodes, prefix)
+            if chosen.method == "dynamic":
+                kept = self._modules_of_convolutions(nodes)
+                replaced |= dict.fromkeys(kept, PRECISIONS["fp32"])
+        return replaced
 
     @cached_property
-    def _whole(self) -> Precision:
-        return self._of(self._tagged.nodes, "")
+    def _for_whole_model(self) -> Precision:
+        return self._choose(self._tagged.nodes, "")
 
-    def _of(self, nodes: Collection[ir.Node], where: str) -> Precision:
-        """The precision that serves nodes; a note says why."""
-        among = Counter[str]()
+    def _choose(self, nodes: Collection[ir.Node], prefix: str) -> Precision:
+        """Choose a precision for nodes; add a note with the reason, after ``prefix``."""
+        work = Counter[str]()
         for node in nodes:
-            among[self._kinds.get(node, "")] += self._work.get(node, 0)
-        if not among[_PRODUCTS] + among[_CONVOLUTIONS]:
+            work[self._kinds.get(node, "")] += self._work.get(node, 0)
+        if not work[_PRODUCTS] + work[_CONVOLUTIONS]:
             reasons = reasons_why_not(nodes, PRECISIONS["int8-dynamic"], Facts.of(self._tagged))
             why = "; ".join(listed(reasons)) or "nothing here multiplies with stored weights"
-            raise InputError(f"{where}auto: {why}; name a precision")
-        dynamic = among[_PRODUCTS] >= among[_CONVOLUTIONS]
-        name = "int8-dynamic" if dynamic else "int8" if is_arm() else "u8s8"
-        shares = ", ".join(
-            f"{percent(among[kind] / among.total())} {kind}" for kind in (_PRODUCTS, _CONVOLUTIONS)
-        )
-        machine = (
-            "ARM"
-            if is_arm()
-            else "x86 without VNNI, so weights have 7 bits"
-            if saturates()
-            else "x86"
-        )
+            raise InputError(f"{prefix}auto: {why}; name a precision")
+
+        if work[_PRODUCTS] >= work[_CONVOLUTIONS]:
+            name = "int8-dynamic"
+        elif is_arm():
+            name = "int8"
+        else:
+            name = "u8s8"
+        total = work.total()
+        products = f"{percent(work[_PRODUCTS] / total)} {_PRODUCTS}"
+        convolutions = f"{percent(work[_CONVOLUTIONS] / total)} {_CONVOLUTIONS}"
         self.notes.append(
-            f"{where}auto is {name}, which is faster than fp32 here: {shares}; the processor is {machine}"
+            f"{prefix}auto is {name}, which is faster than fp32 here: {products}, {convolutions}; "
+            f"the processor is {_processor()}"
         )
         return replace(PRECISIONS[name], reduce_range=saturates())
 
-    def _apart(self, nodes: Iterable[ir.Node]) -> list[str]:
-        """The modules of convolutions that have no products with stored matrices."""
-        products = (node for node, kind in self._kinds.items() if kind == _PRODUCTS)
-        around = {path for node in products for path in self._tagged.index.works[node].modules}
-        own = (node for node in nodes if self._kinds.get(node) == _CONVOLUTIONS)
-        owners = dict.fromkeys(path for node in own for path in self._tagged.owners_of(node))
-        return [path for path in owners if path and path not in around]
+    def _modules_of_convolutions(self, nodes: Iterable[ir.Node]) -> list[str]:
+        """The owners of convolutions that have no products with stored matrices."""
+        with_products: set[str] = set()
+        for node, kind in self._kinds.items():
+            if kind == _PRODUCTS:
+                with_products.update(self._tagged.index.works[node].modules)
+        owners: dict[str, None] = {}
+        for node in nodes:
+            if self._kinds.get(node) == _CONVOLUTIONS:
+                owners |= dict.fromkeys(self._tagged.owners_of(node))
+        return [path for path in owners if path and path not in with_products]
 
     @cached_property
     def _kinds(self) -> Mapping[ir.Node, str]:
-        how, facts = PRECISIONS["int8-dynamic"].how, Facts.of(self._tagged)
-        names = {"Conv": _CONVOLUTIONS, "ConvTranspose": _CONVOLUTIONS, "Gather": ""}
-        return {
-            node: names.get(node.op_type, _PRODUCTS)
-            for node in self._tagged.nodes
-            if how.takes(node, facts)
-        }
+        """The kind of each node that ``int8-dynamic`` takes: products, convolutions, or ""."""
+        method, facts = PRECISIONS["int8-dynamic"].how, Facts.of(self._tagged)
+        kind_of = {"Conv": _CONVOLUTIONS, "ConvTranspose": _CONVOLUTIONS, "Gather": ""}
+        taken = (node for node in self._tagged.nodes if method.takes(node, facts))
+        return {node: kind_of.get(node.op_type, _PRODUCTS) for node in taken}
 
     @cached_property
     def _work(self) -> Mapping[ir.Node, int]:
-        """The multiply-adds of nodes; the elements of their weights where sizes are not known."""
+        """The multiply-adds of each node; the size of its weight if shapes are unknown."""
         from htp_export.costs.execution import run_by_shapes, walk
         from htp_export.costs.work import work_of
 
@@ -135,7 +139,8 @@ class AutoPrecision:
         except InputError:
             run = None
         for step, times in walk(run.steps) if run else ():
-            if done := work_of(step):
+            done = work_of(step)
+            if done:
                 work[step.node] += times * done.macs
         for product in products_of(self._tagged, self._tagged.nodes):
             if not work[product.node]:
@@ -143,12 +148,25 @@ class AutoPrecision:
         return work
 
 
+def _processor() -> str:
+    """The kind of this processor, as far as the choice depends on it."""
+    if is_arm():
+        return "ARM"
+    if saturates():
+        return "x86 without VNNI, so weights have 7 bits"
+    return "x86"
+
+
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """Which nodes of a model get which precision.
+    """The precision of each node of a model.
 
-    ``found`` is what the rules say; ``nodes`` get a precision, in order; ``left`` are the other
-    nodes of its modules that make floats.
+    Attributes:
+        tagged: The model.
+        facts: Types of its tensors.
+        found: The assignment of the rules, before methods were asked.
+        nodes: Precision → the nodes that get it, in the order of the model.
+        left: Precision → the other nodes of its modules that produce floats.
     """
 
     tagged: TaggedModel
@@ -159,87 +177,86 @@ class PrecisionChoice:
 
     @cached_property
     def precision_of(self) -> Mapping[ir.Node, Precision]:
-        """Node → the precision that it gets."""
+        """Node → its precision; the inverse of ``nodes``."""
         return {node: precision for precision, nodes in self.nodes.items() for node in nodes}
 
     def without(self, stayed: Iterable[ir.Node]) -> PrecisionChoice:
-        """The choice in which some of its nodes stay as they are."""
+        """A copy of the choice in which some of the nodes are left unchanged."""
         staying = frozenset(stayed)
-        nodes = {
-            given: [node for node in listed if node not in staying]
-            for given, listed in self.nodes.items()
-        }
-        left = {given: list(listed) for given, listed in self.left.items()}
-        for given, listed in self.nodes.items():
-            if gone := [node for node in listed if node in staying]:
-                left.setdefault(given, []).extend(gone)
-        return replace(
-            self, nodes={given: listed for given, listed in nodes.items() if listed}, left=left
-        )
+        nodes: dict[Precision, list[ir.Node]] = {}
+        left = {precision: list(members) for precision, members in self.left.items()}
+        for precision, members in self.nodes.items():
+            kept = [node for node in members if node not in staying]
+            gone = [node for node in members if node in staying]
+            if kept:
+                nodes[precision] = kept
+            if gone:
+                left.setdefault(precision, []).extend(gone)
+        return replace(self, nodes=nodes, left=left)
 
     @cached_property
     def weights(self) -> frozenset[ir.Value | None]:
-        """The weights of the model."""
+        """The weights of all modules."""
         contents = contents_of(self.tagged).modules
         return frozenset(value for module in contents.values() for value in module.own_weights)
 
     def precisions(self) -> dict[str, str]:
         """Module path → the name of its precision, ``mixed`` for several, ``fp32`` for none.
 
-        Nodes that stay as they are in modules that have a precision do not count beside others that
-        get it.
+        Nodes that are left unchanged do not count in a module that has other nodes with the same
+        precision of the plan.
         """
-        given, missed = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+        given = defaultdict[str, set[str]](set)  # module → names of nodes that change, or stay fp32
+        missed = defaultdict[str, set[str]](set)  # module → names of nodes that are left
         for node in self.tagged.nodes:
-            taken = self.precision_of.get(node)
-            if taken is None and (
-                node in self.found.disputed or self.weights.isdisjoint(node.inputs)
-            ):
-                continue
-            precision = taken or self.found.nodes.get(node)
-            word = "fp32" if precision is None or precision.is_kept else precision.name
+            precision = self.precision_of.get(node)
+            is_changed = precision is not None
+            if not is_changed:
+                # Only nodes with weights count: others have no type of their own in the table.
+                if node in self.found.disputed or self.weights.isdisjoint(node.inputs):
+                    continue
+                precision = self.found.nodes.get(node)
+            name = "fp32" if precision is None or precision.is_kept else precision.name
+            names = given if is_changed or name == "fp32" else missed
             for path in self.tagged.index.works[node].modules or ("",):
-                (given if taken or word == "fp32" else missed)[path].add(word)
+                names[path].add(name)
         for path in self.tagged:
             if not given[path] or not missed[path] <= given[path]:
                 given[path].add("fp32")
-        return {
-            path: next(iter(given[path])) if len(given[path]) == 1 else "mixed"
-            for path in self.tagged
-        }
+        return {path: _only(given[path], "mixed") for path in self.tagged}
 
     def predicted(self) -> dict[str, int]:
-        """Module path → bytes of its weights afterwards, without the scales of activations.
+        """Module path → predicted bytes of its weights, without the scales of activations.
 
-        As `contents_of` counts them: a module that others call too has the weights of all of its
-        calls.
+        As `contents_of` counts them: a module that several others call has the weights of all of
+        its calls.
         """
-        found: dict[str, dict[Hashable, int]] = {path: {} for path in self.tagged}
+        sizes_of: dict[str, dict[Hashable, int]] = {path: {} for path in self.tagged}
         for node in self.tagged.nodes:
             sizes = dict(self._sizes(node))
-            for path in {
-                "",
-                *(up for owner in self.tagged.owners_of(node) for up in tags.ancestors(owner)),
-            }:
-                found[path] |= sizes
-        return {path: sum(sizes.values()) for path, sizes in found.items()}
+            paths = {""}
+            for owner in self.tagged.owners_of(node):
+                paths.update(tags.ancestors(owner))
+            for path in paths:
+                sizes_of[path] |= sizes
+        return {path: sum(sizes.values()) for path, sizes in sizes_of.items()}
 
     def _sizes(self, node: ir.Node) -> Iterator[tuple[Hashable, int]]:
-        """The weights that a node reads afterwards, and their bytes; equal weights of several nodes are equal."""
+        """Yield a key and the predicted bytes of each weight; shared weights have equal keys."""
         precision = self.precision_of.get(node)
         if node.op_type == "Identity" and precision is None:
             uses = node.outputs[0].uses()
             if all(self._size_of(use.node, use.idx) is not None for use in uses):
-                return  # it goes with the weight that it gave
+                return  # it is removed with the weight that it copied
         for place, value in enumerate(node.inputs):
             tensor = constant_of(value)
             if value is None or tensor is None:
                 continue
-            maker = value.producer()
-            if maker in self.precision_of and (
-                value not in self.weights or is_standard(maker, "Identity")
+            producer = value.producer()
+            if producer in self.precision_of and (
+                value not in self.weights or is_standard(producer, "Identity")
             ):
-                continue  # it is cast itself
+                continue  # the producer gets the type, and its constant is counted there
             size = self._size_of(node, place)
             if size is not None and precision is not None:
                 yield (value, precision, precision.how.shared_by(node, place)), size
@@ -247,43 +264,47 @@ class PrecisionChoice:
                 yield value, tensor.nbytes
 
     def _size_of(self, node: ir.Node, place: int) -> int | None:
-        """The bytes of a weight of a node in the precision that it gets; None if it stays as it is."""
+        """The bytes of a weight in the precision of its consumer; None if it stays as it is."""
         precision, tensor = self.precision_of.get(node), constant_of(node.inputs[place])
-        if (
-            precision is None
-            or tensor is None
-            or not len(tensor.shape)
-            or not tensor.dtype.is_floating_point()
-        ):
-            return None  # numbers are no weights
+        if precision is None or tensor is None:
+            return None
+        if not len(tensor.shape) or not tensor.dtype.is_floating_point():
+            return None  # scalars and integers are no weights
         return precision.how.bytes_of(node, place, tensor, self.facts)
 
     def counted(self, nodes: Mapping[Precision, Sequence[ir.Node]]) -> dict[str, dict[str, int]]:
-        """Name of a precision → operator type → number of nodes; precisions with the same name count as one."""
-        found = defaultdict[str, Counter[str]](Counter)
-        for precision, listed in nodes.items():
-            found[precision.name].update(node.op_type for node in listed)
-        return {name: dict(kinds.most_common()) for name, kinds in found.items()}
+        """Name of a precision → operator type → number of nodes; equal names are added."""
+        counts = defaultdict[str, Counter[str]](Counter)
+        for precision, members in nodes.items():
+            counts[precision.name].update(node.op_type for node in members)
+        return {name: dict(kinds.most_common()) for name, kinds in counts.items()}
+
+
+def _only(names: Collection[str], otherwise: str) -> str:
+    """The single name of a set; ``otherwise`` if there are several."""
+    return next(iter(names)) if len(names) == 1 else otherwise
 
 
 def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> PrecisionChoice:
-    """Find out what a plan does to a model; a rule that changes nothing is refused. No weights are read."""
+    """Determine the precision of each node, without reading weights.
+
+    Raises:
+        RuleError: A rule changes nothing.
+        InputError: The opset of the model is too early for a precision.
+    """
     found, facts = assigned(tagged, rules), Facts.of(tagged)
     chosen: dict[ir.Node | None, Precision] = {}
     nodes, left = (defaultdict[Precision, list[ir.Node]](list) for _ in range(2))
     for node, precision in found.nodes.items():
         if precision.is_kept:
             continue
-        how = precision.how
-        if facts.opset < (needed := how.first_opset):
-            raise precision.fault(
-                f"needs opset {needed} or later, and the model has {facts.opset}: export it with "
-                f"opset_version={needed}, or convert it with htp_export.tools.version_converter"
-            )
-        first = node.inputs[0] if node.op_type in how.with_producer else None
-        with_producer = first is None or chosen.get(first.producer()) == precision
-        in_reach = node.graph is facts.graph or how.in_subgraphs
-        if with_producer and in_reach and how.takes(node, facts):
+        method = precision.how
+        _check_opset(precision, method.first_opset, facts)
+        # An activation function is quantized only with its producer, with which it is fused.
+        source = node.inputs[0] if node.op_type in method.with_producer else None
+        has_producer = source is None or chosen.get(source.producer()) == precision
+        in_reach = node.graph is facts.graph or method.in_subgraphs
+        if has_producer and in_reach and method.takes(node, facts):
             nodes[precision].append(node)
             chosen[node] = precision
         elif any(_could_be(value, precision, facts) for value in node.outputs):
@@ -293,8 +314,16 @@ def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> PrecisionChoi
     return choice
 
 
+def _check_opset(precision: Precision, first: int, facts: Facts) -> None:
+    if facts.opset < first:
+        raise precision.fault(
+            f"needs opset {first} or later, and the model has {facts.opset}: export it with "
+            f"opset_version={first}, or convert it with htp_export.tools.version_converter"
+        )
+
+
 def _could_be(value: ir.Value, precision: Precision, facts: Facts) -> bool:
-    """Whether a result could have a precision: it is no constant, and consists of floats that have it not already."""
+    """Whether a result could have a precision: a float tensor that is computed, in another type."""
     dtype = facts.dtypes.get(value)
     if dtype is None or not dtype.is_floating_point() or constant_of(value) is not None:
         return False
@@ -304,42 +333,57 @@ def _could_be(value: ir.Value, precision: Precision, facts: Facts) -> bool:
 def reasons_why_not(
     nodes: Iterable[ir.Node], precision: Precision, facts: Facts
 ) -> Counter[tuple[str, str]]:
-    """Operator type and reason → number of nodes with weights that cannot have a precision for this reason."""
-    found = Counter[tuple[str, str]]()
+    """Operator type and reason → number of nodes with weights that cannot have a precision."""
+    counts = Counter[tuple[str, str]]()
     for node in nodes:
-        if why := precision.how.why_not(node, facts):
-            found[node.op_type, why] += 1
-    return found
+        reason = precision.how.why_not(node, facts)
+        if reason:
+            counts[node.op_type, reason] += 1
+    return counts
 
 
 def listed(reasons: Mapping[tuple[str, str], int]) -> list[str]:
-    """Reasons in words."""
+    """The result of `reasons_why_not` as text, an entry for each reason."""
     return [f"{count} {op_type}: {why}" for (op_type, why), count in reasons.items()]
 
 
 def _check_rules(choice: PrecisionChoice, rules: Mapping[str, Precision]) -> None:
-    """Refuse a rule that changes nothing because no operator of its modules takes its precision."""
+    """Raise a `RuleError` for a rule whose modules have no operator that takes its precision."""
     for selector, precision in rules.items():
         if precision.is_kept:
             continue
         nodes = choice.found.deciding[selector]
         if choice.found.reached[selector] and not nodes:
-            continue  # later rules say otherwise of all of its modules
+            continue  # later rules decide all of its nodes
         if any(choice.precision_of.get(node) == precision for node in nodes):
             continue
-        kinds = Counter(node.op_type for node in nodes)
-        there_are = (
-            ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "no operators"
-        )
         paths = sorted(choice.found.named[selector], key=tags.path_order)
-        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        problem = f"no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; there are: {there_are}"
-        merged = next((node for node in nodes if choice.found.nodes.get(node) != precision), None)
-        if merged is not None:
-            owners = ", ".join(map(repr, choice.tagged.index.works[merged].doing))
-            problem += f"; {merged.op_type} {merged.name!r} does the work of {owners}: give them one precision"
-        elif reasons := listed(reasons_why_not(nodes, precision, choice.facts)):
-            problem += f"; {'; '.join(reasons)}"
-        elif any(product.how for product in products_of(choice.tagged, nodes)):
-            problem += "; weights are still computed when the model runs: optimize the file first"
-        raise RuleError(selector, problem)
+        raise RuleError(selector, _without_effect(choice, precision, nodes, paths))
+
+
+def _without_effect(
+    choice: PrecisionChoice,
+    precision: Precision,
+    nodes: Collection[ir.Node],
+    paths: Sequence[str],
+) -> str:
+    """Explain why a rule for the modules at ``paths`` changes none of its nodes."""
+    kinds = Counter(node.op_type for node in nodes)
+    # Five kinds show which module this is; a whole model has dozens.
+    operators = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5))
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    problem = (
+        f"no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; "
+        f"there are: {operators or 'no operators'}"
+    )
+    # A node of several merged modules gets the precision of the module that keeps its weight.
+    merged = next((node for node in nodes if choice.found.nodes.get(node) != precision), None)
+    if merged is not None:
+        owners = ", ".join(map(repr, choice.tagged.index.works[merged].doing))
+        return f"{problem}; {merged.op_type} {merged.name!r} does the work of {owners}: give them one precision"
+    reasons = listed(reasons_why_not(nodes, precision, choice.facts))
+    if reasons:
+        return f"{problem}; {'; '.join(reasons)}"
+    if any(product.how for product in products_of(choice.tagged, nodes)):
+        return f"{problem}; weights are still computed when the model runs: optimize the file first"
+    return problem

@@ -1,4 +1,4 @@
-"""What became of each module of a model that was made smaller, drawn for a notebook; a plan is text."""
+"""Notebook output of ``quantize``: the table of modules. Plans for other tools have text alone."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a method is: the way in which one engine gives a precision to nodes.
+"""Methods: the interface through which an engine gives a precision to nodes.
 
-Nothing else knows what methods there are. Those of ``methods`` have the numerics of ONNX Runtime: a
-file each, with a class ``METHOD``. Those of another engine are a plug-in: an entry point of the
-group ``htp_export.quantize``, named as the engine, of a module whose ``METHODS`` maps the names of
-its methods to their classes.
+Methods are discovered, and listed nowhere. The package ``methods`` has a file for each method of
+ONNX Runtime, with a class ``METHOD``. Methods of another engine come from a plug-in: an entry point
+of the group ``htp_export.quantize``, named after the engine, of a module whose ``METHODS`` maps the
+names of its methods to their classes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENGINE = "onnxruntime"
 """The engine whose methods are built in."""
 
 CHECKPOINT = "checkpoint"
-"""The precision of plans that is packed as in a quantized checkpoint, and its method."""
+"""The precision of weights packed as in a quantized checkpoint, and its method."""
 
 _BITS = {
     "int4": 4, "int8": 8, "uint8": 8, "float8e4m3fn": 8, "int16": 16, "uint16": 16,
@@ -44,12 +44,12 @@ _FOLDER = "htp_export.capabilities.quantize.methods"
 
 @dataclass(frozen=True)
 class Made:
-    """What a method made of a part.
+    """The result of a method for a part.
 
     Attributes:
         model: The part, quantized.
-        left: Name of a node in the part → why it stays as it is.
-        partly: Name of a node that is quantized → why an input of it stays as it is.
+        left: Name of a node in the part → the reason why it stays as it is.
+        partly: Name of a quantized node → the reason why one of its inputs stays as it is.
     """
 
     model: ir.Model
@@ -65,17 +65,16 @@ class Method:
         weights: Types that weights can have.
         calibrations: Ways to choose ranges.
         algorithms: Ways to round weights.
-        accuracy_levels: Levels of arithmetic of products with weights in blocks; none if there is
+        accuracy_levels: Levels of arithmetic of products with weights in blocks; empty if there is
             no such attribute.
-        formats: Ways to write what was quantized.
-        options: Names of fields of plans that this method alone knows; `check` checks their values.
+        formats: Ways to write the quantized operators.
+        options: Names of fields of plans that only this method has; `check` checks their values.
         floats: Types of floats that it quantizes.
-        order: Methods with smaller numbers are applied first; what is measured later sees what they
-            made.
-        with_producer: Operators that are taken only together with the one that makes what they
-            read.
-        multiplies_integers: Whether products are computed in integers of 8 bits, which saturate on
-            some processors.
+        order: Methods with smaller numbers are applied first; a metric that a later method computes
+            includes their effect.
+        with_producer: Operators that are quantized only together with the producer of their input.
+        multiplies_integers: Whether products are computed in 8-bit integers, which saturate on some
+            processors.
     """
 
     activations: ClassVar[tuple[str, ...]]
@@ -94,11 +93,11 @@ class Method:
         self.precision = precision
 
     def check(self) -> None:
-        """Refuse fields that do not go together (`InputError`)."""
+        """Check that the fields go together; an `InputError` if they do not."""
 
     @property
     def first_opset(self) -> int:
-        """The version of ONNX's operators from which on it can be applied; files of earlier ones are converted."""
+        """The first opset in which it can be written; models of earlier opsets are converted."""
         return 1
 
     @property
@@ -108,76 +107,70 @@ class Method:
 
     @property
     def readings(self) -> int:
-        """How often it reads the data; 2 for several times."""
+        """The number of passes over the data; 2 for several."""
         return int(self.calibrated)
 
     @property
     def in_subgraphs(self) -> bool:
-        """Whether it also takes nodes of branches and loops."""
+        """Whether it also quantizes nodes of branches and loops."""
         return False
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        """Whether a node can get the precision. No weights are read."""
+        """Whether a node can get the precision; determined without reading weights."""
         return False
 
     def why_not(self, node: ir.Node, facts: Facts) -> str:
-        """Why a node with a weight cannot get the precision, and what to do.
+        """The reason why a node with a weight cannot get the precision, and the remedy.
 
-        Empty for nodes without one, and where the reason is that ONNX Runtime, or ONNX, has no such
-        operator.
+        Empty for nodes without a weight, and if ONNX Runtime, or ONNX, has no such operator.
         """
         place = weight_place(node)
         if place >= len(node.inputs) or weight_axes(node, place) is None:
             return ""
+        name = self.precision.name
         weight = node.inputs[place]
-        kinds = [
-            facts.dtypes.get(value)
-            for value in (weight, node.inputs[0], node.outputs[0])
-            if value is not None
-        ]
-        foreign = [
-            kind
-            for kind in kinds
-            if kind is not None and kind.is_floating_point() and kind not in self.floats
-        ]
-        if foreign:
-            known = " or ".join(kind.numpy().name for kind in self.floats)
-            kind, name = foreign[0].numpy().name, self.precision.name
-            return f"its type is {kind}, and {name} is made of {known}: give it {name} before it is cast"
+        for value in (weight, node.inputs[0], node.outputs[0]):
+            dtype = None if value is None else facts.dtypes.get(value)
+            if dtype is not None and dtype.is_floating_point() and dtype not in self.floats:
+                known = " or ".join(kind.numpy().name for kind in self.floats)
+                kind = dtype.numpy().name
+                return f"its type is {kind}, and {name} is made of {known}: give it {name} before it is cast"
         source = None if weight is None else without_copies(weight)
-        if source is not None and dequantizes(source.producer()):
-            return f"its weight is quantized already: give it {self.precision.name} in the file as it was before"
-        if source is not None and source.is_graph_input():
+        if source is None:
+            return ""
+        if dequantizes(source.producer()):
+            return f"its weight is quantized already: give it {name} in the file as it was before"
+        if source.is_graph_input():
             return f"{source.name!r} is an input of the model and no stored weight: make it an initializer"
         return ""
 
     def bytes_of(
         self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
     ) -> int | None:
-        """The bytes of a float tensor that a node reads, with scales and zero points; None if it stays as it is."""
+        """The bytes of a float input in the precision, with its scales; None if it stays."""
         return None
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        """How a constant input of a node is quantized; None if it stays as it is.
+        """A key of the way in which a constant input is quantized; None if it stays as it is.
 
-        Inputs that read one weight in the same way share one copy of it. Those that read it in
-        another way get another constant: tools have one scale, or one layout, for each name.
+        Inputs with the same weight and key share one copy of it. Inputs with another key get another
+        constant: tools have one scale, or one layout, for each name.
         """
         return None
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        """The nodes that are quantized together, each group as a model of its own."""
+        """The groups of nodes that are quantized together, each as a model of its own."""
         return [nodes]
 
     def quantize(self, part: Submodel, work: Work) -> Made:
-        """Quantize the nodes of a part, which is used up."""
+        """Quantize the nodes of a part; the part may be changed in place."""
         raise NotImplementedError
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
-        """Give nodes of a model the precision, in place; what of them stays as it is."""
+        """Give nodes the precision, in place, and yield the nodes that are left unchanged."""
         self._refuse_nan(nodes)
         for group in self.groups(nodes, work):
-            done, faulty = without_faulty(group, lambda some: self._made(some, work), kinds_of)
+            done, faulty = without_faulty(group, lambda subset: self._made(subset, work), kinds_of)
             for node, failure in faulty.items():
                 yield work.left(
                     node, f"ONNX Runtime fails on {named(node)}: {failure}", failure=failure
@@ -198,14 +191,13 @@ class Method:
             return part, self.quantize(part, work)
 
     def _refuse_nan(self, nodes: Sequence[ir.Node]) -> None:
-        """Refuse weights with NaN, which integers do not have."""
+        """Raise an `InputError` for weights with NaN, which integers cannot represent."""
         for node in nodes:
             for value in node.inputs:
-                if (
-                    value is not None
-                    and (tensor := constant_of(value))
-                    and nan_in({str(value.name): tensor.numpy()})
-                ):
+                tensor = constant_of(value)
+                if value is None or tensor is None:
+                    continue
+                if nan_in({str(value.name): tensor.numpy()}):
                     path = next(iter(tags.owners_of(node.metadata_props)), "") or "(root)"
                     raise InputError(
                         f"{value.name!r} of module {path!r} has NaN, which {self.precision.name} has not"
@@ -214,7 +206,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Precision:
-    """The types in which a module computes, and how its values get there.
+    """The types in which a module computes, and how its values are converted to them.
 
     Attributes:
         name: Its name in tables.
@@ -232,17 +224,18 @@ class Precision:
             processors without VNNI.
         algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq`` or
             ``k-quant``.
-        block_size: Weights that share a scale (``weights``): 16 or more, a power of two.
+        block_size: Number of weights that share a scale (``weights``): 16 or more, a power of two.
         format: How they are written (``weights``): ``default``, operators of ONNX Runtime, or
             ``qdq``, the operators of ONNX behind a ``DequantizeLinear`` in blocks, which needs
             opset 21.
-        engine: Whose numerics: ``onnxruntime``, or the name of a plug-in, such as ``nncf``.
-        options: What the engine's method takes besides, such as ``{"awq": True}``. In plans these
+        engine: The tool that quantizes: ``onnxruntime``, or the name of a plug-in, such as
+            ``nncf``.
+        options: Further arguments of the engine's method, such as ``{"awq": True}``. In plans these
             are fields like the others.
         bits: Bits of a weight.
-        accuracy_level: The arithmetic of products with weights in blocks (``weights``), as the
-            attribute of ``MatMulNBits`` has it: 4 for int8, 1 for fp32, 0 for no attribute, which
-            ONNX Runtime's CPU reads as 1. None for 4, which is the fastest.
+        accuracy_level: The arithmetic of products with weights in blocks (``weights``), as in the
+            attribute of ``MatMulNBits``: 4 for int8, 1 for fp32, 0 for no attribute, which ONNX
+            Runtime's CPU treats as 1. None for 4, which is the fastest.
 
     Raises:
         InputError: If the fields do not go together.
@@ -271,46 +264,43 @@ class Precision:
     accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that the fields go together; the bits follow from the type of the weights."""
+        """Check that the fields go together, and set the bits by the type of the weights."""
         if self.engine != ENGINE:
             self.check("engine", self.engine, (ENGINE, *sorted(plug_ins("quantize"))))
         self.check("method", self.method, _methods_of(self.engine))
-        how = self.how
+        method = self.how
         for name in ("activation", "weight", "calibration", "algorithm", "format"):
-            self.check(name, getattr(self, name), getattr(how, f"{name}s"))
-        if (
-            not isinstance(self.block_size, int)
-            or self.block_size < 16
-            or self.block_size & (self.block_size - 1)
-        ):
+            self.check(name, getattr(self, name), getattr(method, f"{name}s"))
+        if not _is_block_size(self.block_size):
             raise self.fault(f"block_size is {self.block_size!r}, not 16, 32, 64, 128, ...")
-        if (level := self.accuracy_level) is not None:
-            if not how.accuracy_levels:
-                raise self.fault(
-                    "accuracy_level is of weights in blocks of ONNX Runtime: int4, int8-weights"
-                )
-            self.check(
-                "accuracy_level",
-                str(level) if isinstance(level, bool) else level,
-                how.accuracy_levels,
-            )
+        if self.accuracy_level is not None:
+            self._check_level(method, self.accuracy_level)
         bits = _BITS[self.weight]
         if self.bits not in (0, bits):
             raise self.fault(f"{self.weight} has {bits} bits, not {self.bits!r}")
         object.__setattr__(self, "bits", bits)
         for name in self.options:
-            if name not in how.options:
+            if name not in method.options:
                 raise InputError(
                     f"precision {self.name!r} has no field {name!r}; {self._nearest(name)}"
                 )
-        how.check()
+        method.check()
+
+    def _check_level(self, method: Method, level: int) -> None:
+        if not method.accuracy_levels:
+            raise self.fault(
+                "accuracy_level is of weights in blocks of ONNX Runtime: int4, int8-weights"
+            )
+        # True equals 1, and is no level.
+        comparable = str(level) if isinstance(level, bool) else level
+        self.check("accuracy_level", comparable, method.accuracy_levels)
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def how(self) -> Method:
-        """What its method does, with its fields."""
+        """Its method, with its fields."""
         return _methods_of(self.engine)[self.method](self)
 
     @property
@@ -330,40 +320,42 @@ class Precision:
 
     @property
     def max_drop(self) -> float | None:
-        """The most by which a metric may fall, with a method that has this option; None for no limit."""
+        """The largest allowed drop of a metric, for methods with this option; None for no limit."""
         return self.options.get("max_drop")
 
-    def check(self, what: str, value: Any, allowed: Iterable[Any]) -> None:
-        """Refuse a value of a field that is none of the allowed ones."""
-        if value not in (listed := list(allowed)):
-            engine = (
-                ""
-                if self.engine == ENGINE or what == "engine"
-                else f"with the engine {self.engine!r}, "
-            )
-            raise self.fault(
-                f"{engine}{what} is {value!r}, and can be {', '.join(map(str, listed))}"
-            )
+    def check(self, field: str, value: Any, allowed: Iterable[Any]) -> None:
+        """Raise an `InputError` if the value of a field is none of the allowed values."""
+        values = list(allowed)
+        if value in values:
+            return
+        is_usual = self.engine == ENGINE or field == "engine"
+        engine = "" if is_usual else f"with the engine {self.engine!r}, "
+        raise self.fault(f"{engine}{field} is {value!r}, and can be {', '.join(map(str, values))}")
 
     def _nearest(self, word: str) -> str:
+        """The field with the most similar name; all fields if none is similar."""
         known = [*FIELDS, *self.how.options]
-        listed = f"the method {self.method!r} of {self.engine} has {', '.join(known)}"
-        return next(
-            (f"nearest: {near!r}" for near in difflib.get_close_matches(str(word), known, n=1)),
-            listed,
-        )
+        for near in difflib.get_close_matches(str(word), known, n=1):
+            return f"nearest: {near!r}"
+        return f"the method {self.method!r} of {self.engine} has {', '.join(known)}"
 
     def fault(self, problem: str) -> InputError:
-        """The error that says what is wrong with it."""
+        """An error for a problem of this precision."""
         return InputError(f"precision {self.name!r}: {problem}")
 
 
-FIELDS = tuple(each.name for each in dataclasses.fields(Precision))
+def _is_block_size(size: object) -> bool:
+    """Whether ONNX Runtime has blocks of a size: 16 elements or more, and a power of two."""
+    return isinstance(size, int) and size >= 16 and size & (size - 1) == 0
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Precision))
+"""The fields of a precision; the options of its method are fields of plans, too."""
 
 
 @functools.cache
 def _methods_of(engine: str) -> Mapping[str, type[Method]]:
-    """The methods of an engine by name; an InputError if there is no such plug-in."""
+    """The methods of an engine by name; an `InputError` without such a plug-in."""
     if engine != ENGINE:
         return dict(plug_in("quantize", engine).METHODS)
     return {name: importlib.import_module(f"{_FOLDER}.{name}").METHOD for name in names_in(_FOLDER)}

@@ -1,4 +1,4 @@
-"""ONNX Runtime's quantizers: imported when they are needed, kept from printing and from configuring logging."""
+"""ONNX Runtime's quantizers: imported on first use, without their messages and logging."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
 
 GROUP_BYTES = 32 << 20
-"""Weights that are in memory at a time; a single one may be larger."""
+"""Bytes of weights that are in memory at a time; a single weight may be larger."""
 
 _MOST_GROUPS = 256
-"""Each group leaves an open file: systems allow 1024, or fewer, for a process. Groups of huge models are larger."""
+"""The largest number of groups, of which each leaves an open file: some systems allow 1024 for a
+process. Groups of huge models are larger."""
 
 _PACKAGE = "onnxruntime"
 _QUANTIZATION = f"{_PACKAGE}.quantization"
 
 _MOST_FAULTY = 32
-"""Failures after which a kind counts: the node of each is found alone, by about ten attempts."""
+"""Failures after which nodes similar to a faulty one are left out untried: isolating one node takes
+about ten attempts, each of which quantizes the other nodes, too."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -38,18 +40,17 @@ Result = TypeVar("Result")
 def quantizers(module: str = "") -> Any:
     """Import ``onnxruntime.quantization``, or a module of it.
 
-    Some of its modules call ``logging.basicConfig`` on import, which would configure the logging of
-    the program.
+    Some of its modules call ``logging.basicConfig`` on import, which would change the logging of the
+    user's program.
     """
     with quietly():
         return importlib.import_module(f"{_QUANTIZATION}.{module}" if module else _QUANTIZATION)
 
 
 def quietly() -> contextlib.AbstractContextManager[None]:
-    """Suppress what ONNX Runtime's quantizers say.
+    """Suppress the messages of ONNX Runtime's quantizers, which log to the root logger.
 
-    It is advice that the caller cannot follow, such as to preprocess the model. They log to the
-    root logger itself.
+    They contain advice that the caller cannot follow, such as to preprocess the model.
     """
     return quiet("")
 
@@ -59,22 +60,20 @@ class PartError(Exception):
 
 
 def raised_by_tool(error: Exception) -> bool:
-    """Whether an error comes from ONNX Runtime, or from code that it called."""
-    return any(
-        _PACKAGE in Path(frame.filename).parts
-        for frame in traceback.extract_tb(error.__traceback__)
-    )
+    """Whether an error was raised by ONNX Runtime, or by code that it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(_PACKAGE in Path(frame.filename).parts for frame in frames)
 
 
 def tool_error(name: str, error: Exception, where: str = "") -> ToolError:
-    """The error of a quantizer that failed on the model of this name; ``where``: on which node."""
+    """A `ToolError` for a quantizer that failed on the model ``name``; ``where`` names the node."""
     problem = str(error) if isinstance(error, PartError) else described(error)
     return ToolError(_QUANTIZATION, f"failed on {name}: {problem}{where}")
 
 
 @contextlib.contextmanager
-def tool_failures(told: Callable[[str], str]) -> Iterator[None]:
-    """Turn errors that ONNX Runtime raises into a `PartError`; ``told`` puts the user's names into its message."""
+def tool_failures(in_text: Callable[[str], str]) -> Iterator[None]:
+    """Convert errors of ONNX Runtime to `PartError`; ``in_text`` inserts the user's names."""
     try:
         yield
     except HtpExportError:
@@ -82,7 +81,7 @@ def tool_failures(told: Callable[[str], str]) -> Iterator[None]:
     except Exception as error:
         if not raised_by_tool(error):
             raise
-        raise PartError(told(described(error))) from error
+        raise PartError(in_text(described(error))) from error
 
 
 def without_faulty(
@@ -90,12 +89,19 @@ def without_faulty(
     attempt: Callable[[Sequence[Item]], Result],
     kinds: Callable[[Item], Sequence[str]],
 ) -> tuple[Result | None, dict[Item, PartError]]:
-    """The result of an attempt without the nodes on which it fails, and the failure of each of these.
+    """Attempt as many items as possible: the result without the faulty ones, and their failures.
 
-    The nodes are added by halves to those that are known to do. The result is None if none does.
-    After many failures, nodes that are alike one that failed are left out without an attempt;
-    ``kinds`` says of each node what it is alike, the narrowest kind first, of which one more counts
-    after as many failures again.
+    The items are added by halves to those that succeeded so far; each failure halves further. After
+    every `_MOST_FAULTY` failures, one more kind of the failed items counts, and items of such a kind
+    are left out without an attempt.
+
+    Args:
+        items: The items, in order.
+        attempt: Computes a result for a subset; raises `PartError` if an item is faulty.
+        kinds: The kinds of an item, the narrowest first.
+
+    Returns:
+        The result, None if all items are faulty; and the failure of each item that is left out.
 
     Examples:
         >>> def attempt(numbers):
@@ -108,116 +114,128 @@ def without_faulty(
     done: list[Item] = []
     result: Result | None = None
     faulty: dict[Item, PartError] = {}
-    failed: dict[str, PartError] = {}  # a kind that counts → the first failure of it
+    failed: dict[str, PartError] = {}  # kind that counts → its first failure
     untried: dict[Item, PartError] = {}
     waiting = [list(items)]
     while waiting:
-        some = []
+        subset = []
         for item in waiting.pop():
             kind = next((kind for kind in kinds(item) if kind in failed), None)
             if kind is None:
-                some.append(item)
+                subset.append(item)
             else:
                 untried[item] = PartError(
                     f"not tried after failures, one of which on a similar {kind}: {failed[kind]}"
                 )
-        if not some and items:
+        if not subset and items:
             continue
         try:
-            result = attempt([*done, *some])
-            done += some
+            result = attempt([*done, *subset])
+            done += subset
         except PartError as failure:
-            if not some:
+            if not subset:
                 raise
-            if len(some) > 1:
-                half = len(some) // 2
-                waiting += [some[half:], some[:half]]
+            if len(subset) > 1:
+                half = len(subset) // 2
+                waiting += [subset[half:], subset[:half]]
                 continue
-            faulty[some[0]] = failure
-            count = len(faulty) // _MOST_FAULTY
-            failed = {
-                kind: why for item, why in reversed(faulty.items()) for kind in kinds(item)[:count]
-            }
+            faulty[subset[0]] = failure
+            failed = _failed_kinds(faulty, kinds)
     return result, faulty | untried
 
 
+def _failed_kinds(
+    faulty: Mapping[Item, PartError], kinds: Callable[[Item], Sequence[str]]
+) -> dict[str, PartError]:
+    """The kinds that count after so many failures, each with its first failure."""
+    count = len(faulty) // _MOST_FAULTY
+    failed: dict[str, PartError] = {}
+    for item, failure in faulty.items():
+        for kind in kinds(item)[:count]:
+            failed.setdefault(kind, failure)
+    return failed
+
+
 def kinds_of(node: ir.Node) -> tuple[str, str]:
-    """What a node is alike, for `without_faulty`: its operator with the shapes of its constants, or its operator."""
-    shapes = (
-        constant.shape for value in node.inputs if (constant := constant_of(value)) is not None
-    )
-    listed = " and ".join("x".join(map(str, shape)) or "a number" for shape in shapes)
-    return f"{node.op_type} with {listed or 'no constants'}", node.op_type
+    """The kinds of a node: its operator with the shapes of constants, and its operator."""
+    shapes: list[str] = []
+    for value in node.inputs:
+        tensor = constant_of(value)
+        if tensor is not None:
+            shapes.append("x".join(map(str, tensor.shape)) or "a number")
+    return f"{node.op_type} with {' and '.join(shapes) or 'no constants'}", node.op_type
 
 
 class _Feed(dict[str, Any]):
-    """The inputs of a run, which is one without inputs too: ONNX Runtime takes an empty mapping for the end of runs."""
+    """The inputs of a run; true even if empty: an empty mapping ends the runs."""
 
     def __bool__(self) -> bool:
         return True
 
 
 class OneRun:
-    """A run as ONNX Runtime's calibrators read their data."""
+    """The inputs of one run, in the interface of ``CalibrationDataReader``."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self._left = [_Feed(arrays)]
 
     def get_next(self) -> Mapping[str, Array] | None:
-        """The run; None after it."""
+        """The inputs; None after the first call."""
         return self._left.pop() if self._left else None
 
 
 def groups_in_memory(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
-    """Nodes in groups whose weights fit into memory; those that share a weight are in one, so that it is read once.
+    """Divide nodes into groups whose weights fit into memory.
 
-    Those of each graph are apart, and convolutions, which have other weights.
+    Nodes that share a weight are in one group, so that it is read once. Nodes of different graphs
+    are in different groups, and so are convolutions, whose weights get another type.
     """
     apart: dict[Any, list[ir.Node]] = {}
     for node in nodes:
         apart.setdefault((node.graph, node.op_type == "Conv"), []).append(node)
-    yield from counted(
-        [group for alike in apart.values() for group in _groups(alike)], "groups of weights"
-    )
+    groups: list[list[ir.Node]] = []
+    for members in apart.values():
+        groups += _groups(members)
+    yield from counted(groups, "groups of weights")
 
 
 def _groups(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
-    by_weight: defaultdict[ir.Value | None, list[ir.Node]] = defaultdict(list)
+    consumers_of: defaultdict[ir.Value | None, list[ir.Node]] = defaultdict(list)
     for node in nodes:
-        by_weight[next(iter(_weights_of(node)), None)].append(node)
-    sizes = {weight: sum(_weights_of(readers[0]).values()) for weight, readers in by_weight.items()}
+        consumers_of[next(iter(_weights_of(node)), None)].append(node)
+    sizes = {
+        weight: sum(_weights_of(consumers[0]).values())
+        for weight, consumers in consumers_of.items()
+    }
     most = max(GROUP_BYTES, sum(sizes.values()) // _MOST_GROUPS)
     groups: list[list[ir.Node]] = []
     size = 0
-    for weight, readers in by_weight.items():
+    for weight, consumers in consumers_of.items():
         if not groups or size + sizes[weight] > most:
             groups.append([])
             size = 0
-        groups[-1] += readers
+        groups[-1] += consumers
         size += sizes[weight]
+    # By weight, nodes lose the order of execution, in which a part is cut out.
     order = {node: place for place, node in enumerate(nodes)}
     return [sorted(group, key=order.__getitem__) for group in groups]
 
 
 def _weights_of(node: ir.Node) -> dict[ir.Value, int]:
-    """The constants that a node reads as floats, with their bytes."""
-    tensors = {
-        value: tensor
-        for value in node.inputs
-        if value is not None and (tensor := constant_of(value))
-    }
-    return {
-        value: tensor.nbytes
-        for value, tensor in tensors.items()
-        if tensor.dtype.is_floating_point()
-    }
+    """The constant float inputs of a node, with their bytes."""
+    sizes: dict[ir.Value, int] = {}
+    for value in node.inputs:
+        tensor = constant_of(value)
+        if value is not None and tensor is not None and tensor.dtype.is_floating_point():
+            sizes[value] = tensor.nbytes
+    return sizes
 
 
 @contextlib.contextmanager
 def made_file() -> Iterator[Path]:
-    """A place for what a quantizer makes.
+    """A temporary file for the output of a quantizer.
 
-    `read_model` leaves its large tensors there: they are read when they are used, also after the
+    `read_model` keeps its large tensors on disk: they are read when they are used, also after the
     file is deleted.
     """
     with temporary_folder() as folder:

@@ -29,10 +29,12 @@ from htp_export.reporting.result import Result
 from htp_export.weights.products import Product, products_of
 
 Expressed: TypeAlias = Mapping[str, Mapping[str, tuple[Any, ...]]]
-"""What a tool can be told: method → field of a precision → its values. Other fields do not restrict a rule."""
+"""The precisions that a tool supports: method → field of a precision → values; other fields may
+have any value."""
 
 _USUAL: Mapping[str, tuple[Any, ...]] = {"format": ("default",), "accuracy_level": (None, 0)}
-"""Values that tools take which say nothing else: they write their own operators, with no level of arithmetic."""
+"""The values that a tool supports if `Expressed` does not list the field: a tool writes its own
+operators, without a level of arithmetic."""
 
 LEVELS = (None, *Blocks.accuracy_levels)
 """The values of ``accuracy_level`` for a tool that writes it."""
@@ -43,11 +45,11 @@ IN_BLOCKS = ("MatMul", "Gather")
 
 @dataclass(frozen=True)
 class TargetFile:
-    """What a tool reads.
+    """The contents of a file for a tool.
 
     Attributes:
         content: Plain data, written as JSON.
-        notes: What the user does with it, and what the tool cannot be told, a line each.
+        notes: How to use it, and parts of the plan that it cannot contain, a line each.
     """
 
     content: dict[str, object]
@@ -60,8 +62,8 @@ class PlannedModel:
 
     Attributes:
         tagged: The model, without functions.
-        precisions: Node → its precision, for the nodes that the plan names.
-        rules: Selector → precision, as the plan has them.
+        precisions: Node → its precision, for the nodes that a rule matches.
+        rules: Selector → precision, the plan.
     """
 
     tagged: TaggedModel
@@ -70,28 +72,29 @@ class PlannedModel:
 
     @cached_property
     def nodes(self) -> tuple[ir.Node, ...]:
-        """The nodes of the main graph; tools do not look into the graphs of branches and loops."""
+        """The nodes of the main graph; tools ignore the graphs of branches and loops."""
         return tuple(self.tagged.model.graph)
 
     def of(self, method: str) -> dict[Precision, list[ir.Node]]:
-        """Precision → its nodes, for the precisions with a method."""
-        found = defaultdict[Precision, list[ir.Node]](list)
+        """Precision → its nodes in the main graph, for the precisions of a method."""
+        nodes_of = defaultdict[Precision, list[ir.Node]](list)
         for node in self.nodes:
-            if node in self.precisions and self.precisions[node].method == method:
-                found[self.precisions[node]].append(node)
-        return found
+            precision = self.precisions.get(node)
+            if precision is not None and precision.method == method:
+                nodes_of[precision].append(node)
+        return nodes_of
 
     def others(self, chosen: Iterable[ir.Node]) -> list[ir.Node]:
-        """The nodes with names that are not chosen."""
-        among = set(chosen)
-        return [node for node in self.nodes if node not in among and node.name]
+        """The nodes of the main graph that are not chosen, as far as they have names."""
+        excluded = set(chosen)
+        return [node for node in self.nodes if node not in excluded and node.name]
 
     def weighted(self, nodes: Iterable[ir.Node]) -> list[Product]:
-        """The weights that nodes multiply with or look up."""
+        """The nodes among ``nodes`` that multiply with a weight or look it up, with the weight."""
         return list(products_of(self.tagged, nodes))
 
     def check(self, target: str, expressed: Expressed) -> None:
-        """Refuse a plan with a precision that a tool does not have; the message names the rule (`RuleError`)."""
+        """Raise a `RuleError` for a rule with a precision that a tool does not support."""
         for selector, precision in self.rules.items():
             if precision.method == "keep":
                 continue
@@ -103,23 +106,23 @@ class PlannedModel:
             for name, allowed in {**_USUAL, **expressed[precision.method]}.items():
                 value = getattr(precision, name)
                 if value not in allowed:
-                    known = ", ".join(str(each) for each in allowed if each is not None)
+                    known = ", ".join(str(other) for other in allowed if other is not None)
                     raise RuleError(
                         selector,
                         f"{target} has no {precision} with {name} {value}; it takes {known}",
                     )
 
     def check_alike(self, target: str, method: str, *fields: str) -> None:
-        """Refuse rules of a method that differ in fields of which a tool has one value in a run (`RuleError`)."""
+        """Raise a `RuleError` if rules differ in fields with one value in a run of a tool."""
         used = {*self.precisions.values()}
-        listed = [
-            (key, each)
-            for key, each in self.rules.items()
-            if each.method == method and each in used
+        rules = [
+            (selector, precision)
+            for selector, precision in self.rules.items()
+            if precision.method == method and precision in used
         ]
         for name in fields:
-            for selector, precision in listed[1:]:
-                first, value = (value_of(each, name) for each in (listed[0][1], precision))
+            for selector, precision in rules[1:]:
+                first, value = value_of(rules[0][1], name), value_of(precision, name)
                 if value != first:
                     raise RuleError(
                         selector,
@@ -127,51 +130,49 @@ class PlannedModel:
                     )
 
     def check_names(self) -> None:
-        """Refuse nodes without a name of their own (`InputError`): tools know a node by its name."""
+        """Raise an `InputError` for a node without a unique name, by which a tool could find it."""
         counts = Counter(node.name for node in self.nodes)
         for node in self.nodes:
-            if node in self.precisions and (not node.name or counts[node.name] > 1):
-                owner = next(iter(self.tagged.owners_of(node)), "") or "(root)"
-                problem = (
-                    "has no name"
-                    if not node.name
-                    else f"shares the name {node.name!r} with another node"
-                )
-                raise InputError(
-                    f"a {node.op_type} of module {owner!r} {problem}; tools know nodes by their names"
-                )
+            if node not in self.precisions or (node.name and counts[node.name] == 1):
+                continue
+            owner = next(iter(self.tagged.owners_of(node)), "") or "(root)"
+            problem = "has no name"
+            if node.name:
+                problem = f"shares the name {node.name!r} with another node"
+            raise InputError(
+                f"a {node.op_type} of module {owner!r} {problem}; tools know nodes by their names"
+            )
 
     def block_notes(self, tool: str) -> tuple[str, ...]:
-        """A line about weights that a tool does not cut into blocks, because of their operators."""
-        weighted = [
-            use.node.op_type
-            for nodes in self.of("weights").values()
-            for use in self.weighted(nodes)
-        ]
-        left_out = [kind for kind in weighted if kind not in IN_BLOCKS]
-        kinds = ", ".join(sorted(set(left_out)))
-        return (
-            (f"{len(left_out)} nodes keep their weights: {tool} has no blocks in {kinds}",)
-            if left_out
-            else ()
-        )
+        """A note on weights that a tool does not cut into blocks, because of their operators."""
+        left_out: list[str] = []
+        for nodes in self.of("weights").values():
+            kinds = (use.node.op_type for use in self.weighted(nodes))
+            left_out += [kind for kind in kinds if kind not in IN_BLOCKS]
+        if not left_out:
+            return ()
+        listed = ", ".join(sorted(set(left_out)))
+        return (f"{len(left_out)} nodes keep their weights: {tool} has no blocks in {listed}",)
 
     def subgraph_notes(self) -> tuple[str, ...]:
-        """A line about nodes that the tool cannot be told of: those of branches and loops."""
+        """A note on nodes of branches and loops, which the file cannot name."""
         count = len(self.precisions.keys() - set(self.nodes))
-        left_out = f"{count} nodes in branches or loops are left out: the file names nodes of the main graph"
-        return (left_out,) if count else ()
+        if not count:
+            return ()
+        return (
+            f"{count} nodes in branches or loops are left out: the file names nodes of the main graph",
+        )
 
 
 def value_of(precision: Precision, field: str) -> Any:
-    """The value of a field; for the level of arithmetic the one that is used where none is given."""
-    return (
-        Blocks(precision).accuracy_level if field == "accuracy_level" else getattr(precision, field)
-    )
+    """The value of a field; for the level of arithmetic, the effective one if it is None."""
+    if field == "accuracy_level":
+        return Blocks(precision).accuracy_level
+    return getattr(precision, field)
 
 
 def block_fields(precision: Precision) -> dict[str, Any]:
-    """The fields of weights in blocks under the names that ONNX Runtime and Olive have for them."""
+    """The fields of weights in blocks, by their names in ONNX Runtime and Olive."""
     return {
         "bits": precision.bits,
         "block_size": precision.block_size,
@@ -189,7 +190,7 @@ _FOLDER = "htp_export.capabilities.quantize.targets"
 
 
 def targets() -> list[str]:
-    """The tools that plans are written for: the files of ``targets``."""
+    """The tools for which plans can be written: the files of ``targets``."""
     return names_in(_FOLDER)
 
 
@@ -199,10 +200,10 @@ class PlanFile(Result):
 
     Attributes:
         to: The tool.
-        content: What the tool reads: plain data, written as JSON.
-        nodes: Name of a precision → nodes that have it.
-        notes: What to do with the file, and what the tool cannot be told, a line each.
-        file: The file that was written; None without one.
+        content: The contents of the file: plain data, written as JSON.
+        nodes: Name of a precision → number of its nodes.
+        notes: How to use the file, and parts of the plan that it cannot contain, a line each.
+        file: The file that was written; None if none was.
     """
 
     to: str
@@ -231,16 +232,14 @@ def export_plan(
     *,
     to: str,
 ) -> PlanFile:
-    """Write a plan as the file that another tool reads. The tool need not be installed.
+    """Write a plan as a JSON file for another tool, which need not be installed.
 
-    ==============
-    ================================================================================================
-    ``"ort"``       JSON: arguments of ``quantize_static``, ``quantize_dynamic`` and
-    ``MatMulNBitsQuantizer`` ``"nncf"``      JSON: arguments of ``nncf.quantize`` and
-    ``nncf.compress_weights``, with ignored scopes ``"modelopt"``  JSON: arguments of
-    ``modelopt.onnx.quantization.quantize`` ``"genai"``     JSON: ``target_options`` of ONNX Runtime
-    GenAI's model builder ``"olive"``     JSON: passes of ``olive run`` ==============
-    ================================================================================================
+    - ``"ort"``: arguments of ONNX Runtime's ``quantize_static``, ``quantize_dynamic`` and
+      ``MatMulNBitsQuantizer``
+    - ``"nncf"``: arguments of ``nncf.quantize`` and ``nncf.compress_weights``, with ignored scopes
+    - ``"modelopt"``: arguments of ``modelopt.onnx.quantization.quantize``
+    - ``"genai"``: ``target_options`` of ONNX Runtime GenAI's model builder
+    - ``"olive"``: passes of ``olive run``
 
     Thread-safe, also for calls on the same model.
 
@@ -252,7 +251,7 @@ def export_plan(
         to: The tool.
 
     Returns:
-        The contents of the file as ``.content`` and ``.text``, and notes on what to do with it.
+        The contents of the file as ``.content`` and ``.text``, and notes on its use.
 
     Raises:
         InputError: The plan has a precision that the tool does not have, or a node cannot be named.
@@ -272,18 +271,17 @@ def export_plan(
     if to not in targets():
         raise InputError(f"plans are written for {', '.join(targets())}, not for {to!r}")
     tagged = read_flat(model)
-    serving = AutoPrecision(tagged)
-    rules = serving.rules(precisions_of(plan))
+    auto = AutoPrecision(tagged)
+    rules = auto.rules(precisions_of(plan))
     planned = PlannedModel(tagged, assigned(tagged, rules).nodes, rules)
     planned.check_names()
     target = import_module(f"{_FOLDER}.{to}")
     planned.check(to, target.EXPRESSED)
     written: TargetFile = target.plan_file(planned)
     counts = Counter(str(precision) for precision in planned.precisions.values())
-    notes = (*serving.notes, *written.notes)
-    result = PlanFile(
-        to, written.content, dict(counts), notes, None if output is None else os.fspath(output)
-    )
+    notes = (*auto.notes, *written.notes)
+    file = None if output is None else os.fspath(output)
+    result = PlanFile(to, written.content, dict(counts), notes, file)
     if output is not None:
         write_text(output, result.text, Kind.JSON)
     return result

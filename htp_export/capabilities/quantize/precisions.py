@@ -1,4 +1,4 @@
-"""Precisions that have a name, and how plans write them."""
+"""Named precisions, and their notation in plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from htp_export.errors import InputError, RuleError
 from htp_export.format.json_text import parse_json
 
 AUTO = Precision("auto")
-"""Stands for one that is faster than fp32 on this machine, which `serving` chooses."""
+"""A placeholder, which `AutoPrecision` replaces by one that is faster than fp32 on this machine."""
 
 PRECISIONS: Mapping[str, Precision] = {
     precision.name: precision
@@ -33,14 +33,18 @@ PRECISIONS: Mapping[str, Precision] = {
         AUTO,
     )
 }
-"""The precisions that have a name."""
+"""Name → precision."""
 
 
 def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Precision:
-    """The precision that a value of a plan stands for: its name, or a mapping with it as ``precision``.
+    """Parse a precision: a name, or a mapping with it as ``precision`` and other fields.
 
-    A name with fields, as in ``int4:block_size=128:accuracy_level=0``, is the name of the precision
-    that has them. ``named``: The precisions that have a name.
+    A name with fields, as in ``int4:block_size=128:accuracy_level=0``, also becomes the name of the
+    resulting precision.
+
+    Args:
+        value: The value of a rule.
+        named: Name → precision.
 
     Examples:
         >>> precision_of("int4").block_size, precision_of({"precision": "int4", "block_size": 128}).block_size
@@ -51,35 +55,41 @@ def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Pre
     if isinstance(value, Precision):
         return value
     if isinstance(value, Mapping):
-        given = dict(value)
-        name = given.pop("precision", None)
-        if name is None:
-            raise InputError(f"precision {value!r} has no name; write it as 'precision': 'int8'")
-        base = precision_of(name, named)
-        if base == AUTO and given:
-            raise InputError(
-                f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given"
-            )
-        fields = {key: given.pop(key) for key in FIELDS if key in given}
-        return dataclasses.replace(
-            base, **{"bits": 0, "options": {**base.options, **given}, **fields}
-        )
+        return _with_fields(value, named)
     if isinstance(value, str) and value.partition(":")[0] in named and ":" in value:
-        name, *written = value.split(":")
-        return precision_of({"precision": name, **dict(map(_field, written)), "name": value}, named)
+        name, *texts = value.split(":")
+        fields = dict(map(_field, texts))
+        return _with_fields({"precision": name, **fields, "name": value}, named)
     if not isinstance(value, str) or value not in named:
         raise InputError(f"there is no precision {value!r}; there are {', '.join(named)}")
     return named[value]
 
 
+def _with_fields(value: Mapping[str, Any], named: Mapping[str, Precision]) -> Precision:
+    """The precision with the name in ``precision``, in which the other fields are replaced."""
+    given = dict(value)
+    name = given.pop("precision", None)
+    if name is None:
+        raise InputError(f"precision {value!r} has no name; write it as 'precision': 'int8'")
+    base = precision_of(name, named)
+    if base == AUTO and given:
+        raise InputError(
+            f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given"
+        )
+    fields = {key: given.pop(key) for key in FIELDS if key in given}
+    # The remaining fields are options of the method. The bits follow from the type.
+    changes = {"bits": 0, "options": {**base.options, **given}, **fields}
+    return dataclasses.replace(base, **changes)
+
+
 def _field(text: str) -> tuple[str, Any]:
-    """A field and its value."""
+    """Parse a field, as in ``block_size=128``."""
     name, _, value = text.partition("=")
     if not (name and value):
         raise InputError(
             f"{text!r} is no field of a precision; write FIELD=VALUE, as in int4:accuracy_level=0"
         )
-    with contextlib.suppress(ValueError):  # numbers, true and false; others are words
+    with contextlib.suppress(ValueError):  # a number, true or false; otherwise a word
         return name, parse_json(value)
     return name, value
 
@@ -87,9 +97,12 @@ def _field(text: str) -> tuple[str, Any]:
 def precisions_of(
     plan: Mapping[str, Any] | Precision | str, named: Mapping[str, Precision] = PRECISIONS
 ) -> dict[str, Precision]:
-    """The rules of a plan, or of a precision for the whole model, as precisions; a `RuleError` names the selector.
+    """Parse a plan, or a precision for the whole model: selector → precision.
 
-    A mapping with the key ``precision`` is a precision with fields, as it is in a rule.
+    A mapping with the key ``precision`` is a precision with fields, as in a rule.
+
+    Raises:
+        RuleError: The precision of a rule cannot be parsed; the error names the selector.
 
     Examples:
         >>> {selector: precision.name for selector, precision in precisions_of("int4").items()}
@@ -115,18 +128,19 @@ def precisions_of(
 
 
 def check_plan(plan: Mapping[str, Any] | Precision | str, weights: object = None) -> None:
-    """Check the rules of a plan before a model is there; with ``weights``, `CHECKPOINT` is a precision, too.
+    """Check the rules of a plan; with ``weights``, `CHECKPOINT` is a precision, too.
 
     Examples:
         >>> check_plan({"head": "checkpoint"}, weights="Llama-GPTQ")
     """
-    precisions_of(
-        plan, PRECISIONS if weights is None else {**PRECISIONS, CHECKPOINT: PRECISIONS["int4"]}
-    )
+    named = dict(PRECISIONS)
+    if weights is not None:
+        named[CHECKPOINT] = PRECISIONS["int4"]  # any precision: the model decides which
+    precisions_of(plan, named)
 
 
 def weight_precision(types: Iterable[str]) -> str:
-    """The precision of weights of these element types, by the names of plans where they have one.
+    """The name of the precision of weights with these element types, as in plans if they have one.
 
     Examples:
         >>> weight_precision(["float32"]), weight_precision(["float64"]), weight_precision(["float16", "float32"])

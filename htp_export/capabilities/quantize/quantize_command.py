@@ -82,7 +82,7 @@ def quantize_command(
     output: Annotated[Path | None, "The ONNX file to write.", Writes(in_place=True)] = None,
     metric: MetricOption = None,
     validation: Annotated[
-        list[str] | None, "Inputs for --metric, as --data. Those of --data without."
+        list[str] | None, "Inputs for --metric, as --data; by default, --data."
     ] = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
@@ -103,17 +103,18 @@ def quantize_command(
     """Give modules other precisions: int8, int4, fp16.
 
     Without a plan, one that is faster than fp32 on this machine. Exactly the modules of the plan
-    change. Without --data, ranges of activations are those of random inputs.
+    change. Without --data, ranges of activations are measured on random inputs.
     """
     from htp_export.capabilities.quantize.method import CHECKPOINT
     from htp_export.capabilities.quantize.precisions import PRECISIONS
     from htp_export.capabilities.quantize.quantizing import quantize
     from htp_export.model.tagged import load
 
-    if output is None and not dry_run and plan_for is None:
-        raise typer.BadParameter("give the file to write with -o, or --dry-run")
+    # Each branch is one combination of options that another module does not check.
     if output is not None:
         check_output(output, Kind.MODEL if plan_for is None else Kind.JSON)
+    elif not dry_run and plan_for is None:
+        raise typer.BadParameter("give the file to write with -o, or --dry-run")
     if plan is None and not rule and plan_for is None:
         plan = "auto" if weights is None else CHECKPOINT
     named = PRECISIONS if weights is None else (*PRECISIONS, CHECKPOINT)
@@ -121,12 +122,13 @@ def quantize_command(
     if plan_for is not None:
         _write_plan(file, rules, output, plan_for, table.as_json)
         return
+    written = None if dry_run else output
     with Steps(quiet=table.as_json or table.as_csv).step(f"quantizing {file.name}"):
         tagged = load(file)
         result = quantize(
             tagged,
             rules,
-            None if dry_run else output,
+            written,
             **runs_on.keywords,
             metric=read_metric(metric),
             validation=typed_data(validation),
@@ -137,18 +139,16 @@ def quantize_command(
             weights=weights,
             strict=strict,
         )
-    table.report_modules(
-        result, tagged, **({} if dry_run or output is None else {"file": str(output)})
-    )
-    if output is not None and not dry_run and not table.as_json and not table.as_csv:
-        show_written(written_files(output))
-        show_next("htp-export", "compare", file, output)
+    table.report_modules(result, tagged, **({} if written is None else {"file": str(written)}))
+    if written is not None and not table.as_json and not table.as_csv:
+        show_written(written_files(written))
+        show_next("htp-export", "compare", file, written)
 
 
 def _write_plan(
     file: Path, rules: dict[str, Any], output: Path | None, tool: str, as_json: bool
 ) -> None:
-    """Write a plan as the file that another tool reads."""
+    """Write a plan as a file for another tool."""
     from htp_export.capabilities.quantize.plan_exporting import export_plan
 
     with Steps(quiet=as_json).step(f"writing the plan of {file.name}"):

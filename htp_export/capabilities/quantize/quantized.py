@@ -1,4 +1,4 @@
-"""The result of ``quantize``: precision and bytes by module, and errors and times with ``check``."""
+"""The result of ``quantize``: precision and bytes by module; with ``check``, errors and times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
@@ -30,21 +30,25 @@ from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import TIMED_RUNS, median_times
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 
-# runs of the data: every module is compared in each, which takes seconds for a large model
+if TYPE_CHECKING:
+    from htp_export.capabilities.verify.results import ModuleResult
+
 _MOST_COMPARED = 4
+"""Runs of the data that are compared: each compares every module, which takes seconds for a large
+model."""
 
 
 @dataclass(frozen=True)
 class Check(PlainData):
-    """What a model became, measured on this machine.
+    """The error and the time of a quantized model, measured on this machine.
 
     Attributes:
         worst: The module with the largest difference of elements, as `compare` finds it; None if
             none was compared.
         max_abs: That difference.
-        cosine: The cosine of its output with the original one.
+        cosine: The cosine between its output and the original output.
         compared: How many runs of the data were compared.
-        random: Whether these are random inputs, with which errors say little.
+        random: Whether the inputs are random: errors on real data may differ.
         bytes_before: Size of all weights of the original.
         bytes_after: The same of the result.
         ms_before: Median time of a run of the original.
@@ -72,7 +76,7 @@ class Check(PlainData):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Error and time in words, a line each; the bytes are in the summary of the result."""
+        """Error and time as text, a line each; the bytes are in the summary of the result."""
         data = f"{many(self.compared, 'run')} of {'random inputs' if self.random else 'the data'}"
         if self.worst is None or self.max_abs is None:
             error = f"no module could be compared on {data}"
@@ -89,24 +93,29 @@ class Check(PlainData):
 def check_of(
     original: TaggedModel, changed: TaggedModel, samples: Samples, bytes_after: int
 ) -> Check:
-    """Compare what was quantized with the original on the first runs of the data, and time both on the first one."""
+    """Compare a quantized model with the original on the first runs, and time both."""
     from htp_export.capabilities.verify.file_comparing import compare
 
     feeds = [dict(feed) for feed in itertools.islice(samples, _MOST_COMPARED)]
-    results = [compare(original, changed, feed) for feed in feeds]
-    found = [result.modules[result.worst] for result in results if result.worst is not None]
-    known = [
-        (math.inf if math.isnan(row.max_abs) else row.max_abs, row)
-        for row in found
-        if row.max_abs is not None
-    ]
-    worst = max(known, key=lambda each: each[0])[1] if known else None
+    worst: ModuleResult | None = None
+    largest = -math.inf
+    for feed in feeds:
+        result = compare(original, changed, feed)
+        row = None if result.worst is None else result.modules[result.worst]
+        if row is None or row.max_abs is None:
+            continue
+        difference = math.inf if math.isnan(row.max_abs) else row.max_abs
+        if difference > largest:
+            worst, largest = row, difference
     with temporary_folder() as folder:
         name = original.hierarchy.root.simple_class or "model"
-        runnable = [RunnableModel.of(each.model, name, folder) for each in (original, changed)]
-        sessions = [Session(each, SessionSettings()) for each in runnable]
-        given = [feeds[0], dict(Inputs.of(changed.model).feed_again(feeds[0]).arrays)]
-        before, after = median_times(sessions, given, TIMED_RUNS)
+        sessions = [
+            Session(RunnableModel.of(tagged.model, name, folder), SessionSettings())
+            for tagged in (original, changed)
+        ]
+        # Inputs of the result may have other types (narrow_io).
+        inputs = [feeds[0], dict(Inputs.of(changed.model).feed_again(feeds[0]).arrays)]
+        before, after = median_times(sessions, inputs, TIMED_RUNS)
     return Check(
         worst=None if worst is None else worst.path,
         max_abs=None if worst is None else worst.max_abs,
@@ -123,11 +132,11 @@ def check_of(
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedModule(CompressedModule):
-    """What became of one module, with all modules below it; ``""`` is the whole model.
+    """Precision and bytes of a module with all modules below it; ``""`` is the whole model.
 
     Attributes:
-        nodes: How many nodes it has.
-        changed: Of those, the nodes that got another precision.
+        nodes: The number of its nodes.
+        changed: The number of its nodes that got another precision.
     """
 
     nodes: int = 0
@@ -142,20 +151,20 @@ QUANTIZED_COLUMNS: tuple[Column[Any], ...] = (
     SPARSITY,
     *BYTES_COLUMNS,
 )
-"""What is known of each module."""
+"""The columns of the table of modules."""
 
 
 @dataclass(frozen=True)
 class Kept(PlainData):
-    """A node that the plan gives a precision, and that stays as it is.
+    """A node that was left unchanged although the plan assigns a precision to it.
 
     Attributes:
-        node: Its name.
-        operator: Its type.
+        node: The name of the node.
+        operator: Its operator type.
         modules: The modules that own it.
-        precision: The precision of the plan.
-        whole: Whether the node stays; otherwise one of its inputs does.
-        reason: Why, in words.
+        precision: The name of the precision in the plan.
+        whole: Whether the whole node stays; otherwise, one of its inputs stays.
+        reason: The reason, a sentence.
     """
 
     node: str
@@ -171,18 +180,17 @@ class Quantized(ModuleTable, HoldsModel):
     """The result of `htp_export.quantize`.
 
     Attributes:
-        modules: Module path → what became of it.
+        modules: Module path → its precision and bytes.
         operators: Name of a precision → operator type → number of nodes that got it.
         left: Name of a precision → operator type → number of nodes of its modules that stay as they
             are, because ONNX Runtime or ONNX has no such operator in it.
-        notes: Sentences on what to know of the result.
+        notes: Remarks on the result, a sentence each.
         dry: Whether nothing was run: then the bytes are predicted, and there is no model.
-        metric_before: The user's metric of the model as it was; None without rules with
-            ``max_drop``.
+        metric_before: The user's metric of the original; None without rules with ``max_drop``.
         metric_after: The same of the result.
-        check: What both models are on the data, with ``check``; None without.
-        kept: Nodes that stay as they are for another reason, such as a range that is not known, or
-            a failure.
+        check: The error and the time of the result, with ``check``; None without.
+        kept: Nodes that stay as they are for another reason, such as an unknown range, or a
+            failure.
         given: The model; None in a dry run.
     """
 
@@ -203,19 +211,19 @@ class Quantized(ModuleTable, HoldsModel):
 
     @property
     def model(self) -> ir.Model:  # type: ignore[override]
-        """The quantized model, with tags; an InputError if nothing was run."""
+        """The quantized model, with tags; an `InputError` in a dry run."""
         if self.given is None:
             raise InputError("a dry run makes no model")
         return self.given
 
     @cached_property
     def tags(self) -> TagFacts | tuple[()]:
-        """What the model knows about its module tags."""
+        """Facts about the module tags of the model; empty in a dry run."""
         return () if self.given is None else self.tagged.tag_facts
 
     @property
     def summary(self) -> str:
-        """The whole in one line."""
+        """Bytes and changed nodes of the whole model, in one line."""
         root = self.modules[""]
         counts = {name: sum(kinds.values()) for name, kinds in self.operators.items()}
         changed = ", ".join(f"{many(count, 'node')} in {name}" for name, count in counts.items())
@@ -228,12 +236,14 @@ class Quantized(ModuleTable, HoldsModel):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Lines below the summary: nodes that stay as they are, what was checked, what is to be known, and the tags."""
-        left = (
-            f"{name} leaves as they are: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
-            for name, kinds in self.left.items()
-        )
-        return (*left, *(self.check.lines if self.check else ()), *super().lines)
+        """Lines below the summary: nodes that stay, the check, the notes, and the tags."""
+        lines: list[str] = []
+        for name, kinds in self.left.items():
+            counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            lines.append(f"{name} leaves as they are: {counts}")
+        if self.check is not None:
+            lines += self.check.lines
+        return (*lines, *super().lines)
 
     @property
     def drawn(self) -> Sequence[Column[Any]]:
@@ -241,5 +251,5 @@ class Quantized(ModuleTable, HoldsModel):
         return [column for column in self.columns if column.name != "sparsity"]
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has."""
+        """The contents of `to_dict`."""
         return {"dry_run": self.dry, **super().data()}

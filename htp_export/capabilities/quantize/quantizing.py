@@ -1,4 +1,4 @@
-"""quantize(): a precision for each module; the numerics are those of ONNX Runtime's quantizers, or of a plug-in."""
+"""``quantize``: a precision for each module, computed by ONNX Runtime's quantizers or a plug-in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -48,9 +49,7 @@ from htp_export.runtime.runner import Metric
 
 _log = logging.getLogger(__name__)
 
-_RANDOM = (
-    "the ranges of activations are those of random inputs: the accuracy of this model means nothing"
-)
+_RANDOM = "the ranges of activations are measured on random inputs: the accuracy of this model means nothing"
 _CRASH = (
     "ONNX Runtime can crash on the CPU while it optimises this model: set the session configuration entry "
     f"{DISABLED} to {CRASHING}"
@@ -78,10 +77,10 @@ def quantize(
 ) -> Quantized:
     """Give modules other precisions, and keep the module tags.
 
-    A rule holds for the regions of the modules that its selector names; the last one wins
-    (``docs/quantize.md``, "Plans"). Exactly the nodes of these regions change; all others, and what
-    they read, stay as they are. So does a node that cannot have its precision: ``kept`` of the
-    result has the reason.
+    A rule applies to the regions of the modules that its selector matches; the last rule wins
+    (``docs/plans.md``). Exactly the nodes of these regions change; all other nodes and their inputs
+    stay the same. A node that cannot have its precision stays, too: ``kept`` of the result has the
+    reason.
 
     Thread-safe, also for calls on the same model.
 
@@ -98,9 +97,9 @@ def quantize(
             run; several of these, of which one is in memory at a time; a folder of ``.npz`` files;
             or ``"package.module:factory"``, a function that returns such data. None for random
             inputs, with which accuracy means nothing.
-        metric: For rules with ``max_drop``: a number of your own, as the accuracy: called with the
-            outputs of the whole model, name → array, for each of the runs; larger is better.
-        validation: The runs that ``metric`` is computed on, as ``data``; None for ``data``.
+        metric: For rules with ``max_drop``: your own measure, such as the accuracy. A function of
+            the outputs of the whole model, name → array, for each of the runs; larger is better.
+        validation: The runs on which ``metric`` is computed, as ``data``; None for ``data``.
         dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other
             sizes are refused.
         shapes: For random inputs: input name → shape.
@@ -112,14 +111,13 @@ def quantize(
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
         share_weights: Leave external weights in the data file of another model in the folder of
             ``output``, and write no copy. If that file changes, ``output`` cannot be read any more.
-        weights: A checkpoint that is quantized already (GPTQ, AWQ, ...): the model gets its
-            numbers, and matrices stay packed as they are in it. This is the precision
-            ``checkpoint``, that of the whole model without a plan.
-        strict: Raise an error in place of keeping a node, or the bias of one, as it is.
+        weights: A quantized checkpoint (GPTQ, AWQ, ...): its values replace those of the model, and
+            packed matrices stay packed. Its precision is called ``checkpoint``; without a plan, the
+            whole model has it.
+        strict: Raise an error if a node, or its bias, would stay as it is.
 
     Returns:
-        What became of each module: ``.modules[path].precision``, ``.bytes_before``,
-        ``.bytes_after``.
+        The result by module: ``.modules[path].precision``, ``.bytes_before``, ``.bytes_after``.
 
     Raises:
         InputError: A rule matches no module, no operator of its modules takes the precision, the
@@ -127,8 +125,8 @@ def quantize(
             is kept.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        ToolError: ONNX Runtime's quantizer or that of a plug-in fails, or ONNX Runtime cannot run
-            what it made.
+        ToolError: The quantizer of ONNX Runtime or of a plug-in fails, or ONNX Runtime cannot run
+            its output.
 
     Examples:
         >>> import torch, htp_export
@@ -140,64 +138,49 @@ def quantize(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in result.model.graph]
         [('MatMulNBits', '0'), ('Add', '0'), ('Relu', '1'), ('Gemm', '2')]
     """
+    # The steps in their order: arguments, choice, data, application, checks, file. Each branch is
+    # one option, and none is inside another.
     check_target(output, reads=files_named_in([data, validation]))
     if dry_run and check:
         raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
-    checkpoint = None
-    if weights is None:
-        rules, flat = precisions_of(plan), read_flat(model)
-    else:
-        flat = read_flat(model)
-        checkpoint = checkpoint_precision(weights, flat)
-        rules = precisions_of(
-            CHECKPOINT if plan == "auto" else plan, {**PRECISIONS, CHECKPOINT: checkpoint}
-        )
-    original = raised(
-        flat, max((precision.how.first_opset for precision in rules.values()), default=1)
-    )
+    request = _read_request(model, plan, weights)
+    original, rules = request.tagged, request.rules
     if not dry_run:
         _check_metric(rules.values(), metric, validation)
         original.require_exact_tags()
-    if checkpoint is not None:
-        original = with_numbers(original, checkpoint)
-    serving = AutoPrecision(original, dims, shapes)
-    choice = choose(original, serving.rules(rules))
-    if strict and (unsuited := _unsuited(choice)):
-        raise InputError(f"strict: {unsuited[0]}")
+    if request.checkpoint is not None:
+        # all parameters, not only the packed matrices: AWQ changes norms, too
+        original = with_numbers(original, request.checkpoint)
+    auto = AutoPrecision(original, dims, shapes)
+    choice = choose(original, auto.rules(rules))
+    if strict:
+        _refuse_unsuited(choice)
+    notes = [*auto.notes, *_notes(choice)]
     if dry_run:
-        return _result(choice, choice.predicted(), [*serving.notes, *_notes(choice)])
+        return _result(choice, choice.predicted(), notes)
+
     name = name_of(model, f"model {original.model.graph.name!r}")
-    readings = (
-        sum(precision.how.readings for precision in choice.nodes) + (metric is not None) + check
-    )
+    passes = sum(precision.how.readings for precision in choice.nodes)
+    passes += (metric is not None) + check
     samples = CalibrationData.of(
-        data, original.model, dims=dims, shapes=shapes, seed=seed, passes=readings
+        data, original.model, dims=dims, shapes=shapes, seed=seed, passes=passes
     )
-    notes = [*serving.notes, *_notes(choice)]
     if samples.random and any(precision.calibrated for precision in choice.nodes):
         _log.warning("no data: %s", _RANDOM)
         notes.insert(0, _RANDOM)
     control = None
     if metric is not None:
-        own = (
-            None
-            if validation is None
-            else CalibrationData.of(validation, original.model, dims=dims, seed=seed)
-        )
-        control = Validation(metric, own or samples, original.model, name)
+        validated = samples
+        if validation is not None:
+            validated = CalibrationData.of(validation, original.model, dims=dims, seed=seed)
+        control = Validation(metric, validated, original.model, name)
+
     changed, left = _changed(choice, samples, name, control)
     _check_left(choice, left, name, strict=strict)
-    choice = choice.without(each.node for each in left if not each.partly)
-    metrics: tuple[float | None, float | None] = (None, None)
-    if control is not None:
-        most_drop = max(
-            (each.max_drop for each in choice.nodes if each.max_drop is not None), default=None
-        )
-        metrics = control.before, control.check(changed.model, most_drop)
-    sizes = {
-        path: contents.facts.weight_bytes
-        for path, contents in contents_of(changed.refresh()).modules.items()
-    }
+    choice = choice.without(kept.node for kept in left if not kept.partly)
+    metrics = _checked_metrics(choice, changed.model, control)
+    modules = contents_of(changed.refresh()).modules
+    sizes = {path: contents.facts.weight_bytes for path, contents in modules.items()}
     checked = check_of(original, changed, samples, sizes[""]) if check else None
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
@@ -207,10 +190,63 @@ def quantize(
     return _result(choice, sizes, notes, changed.model, metrics, checked, left)
 
 
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of `quantize` that were read: the model, its plan, and the checkpoint.
+
+    Attributes:
+        tagged: The model without functions, in an opset in which every precision of the plan can be
+            written.
+        rules: Selector → precision.
+        checkpoint: The precision of the packed weights; None without ``weights``.
+    """
+
+    tagged: TaggedModel
+    rules: Mapping[str, Precision]
+    checkpoint: Precision | None
+
+
+def _read_request(
+    model: ModelSource,
+    plan: Mapping[str, Any] | str,
+    weights: str | os.PathLike[str] | None,
+) -> _Request:
+    checkpoint = None
+    if weights is None:
+        # first the plan: a fault in it is found without reading the model
+        rules = precisions_of(plan)
+        flat = read_flat(model)
+    else:
+        flat = read_flat(model)
+        checkpoint = checkpoint_precision(weights, flat)
+        named = {**PRECISIONS, CHECKPOINT: checkpoint}
+        rules = precisions_of(CHECKPOINT if plan == "auto" else plan, named)
+    opsets = [precision.how.first_opset for precision in rules.values()]
+    return _Request(raised(flat, max(opsets, default=1)), rules, checkpoint)
+
+
+def _refuse_unsuited(choice: PrecisionChoice) -> None:
+    """Raise an `InputError` if nodes with weights cannot have the precision of the plan."""
+    unsuited = _unsuited(choice)
+    if unsuited:
+        raise InputError(f"strict: {unsuited[0]}")
+
+
+def _checked_metrics(
+    choice: PrecisionChoice, model: ir.Model, control: Validation | None
+) -> tuple[float | None, float | None]:
+    """The metric before and after; an `InputError` if it fell by more than ``max_drop``."""
+    if control is None:
+        return None, None
+    drops = [precision.max_drop for precision in choice.nodes]
+    most_drop = max((drop for drop in drops if drop is not None), default=None)
+    return control.before, control.check(model, most_drop)
+
+
 def _check_metric(
     precisions: Iterable[Precision], metric: Metric | None, validation: object
 ) -> None:
-    """Refuse a metric without a rule that needs it, and the reverse."""
+    """Raise an `InputError` for a metric without a rule with ``max_drop``, and for the reverse."""
     controlled = [precision.name for precision in precisions if precision.max_drop is not None]
     if controlled and metric is None:
         raise InputError(
@@ -225,22 +261,23 @@ def _check_metric(
 def _changed(
     choice: PrecisionChoice, samples: Samples, name: str, control: Validation | None
 ) -> tuple[TaggedModel, list[Left]]:
-    """The model with the precisions of a plan, and what stays as it is.
+    """A copy of the model with the precisions of a plan, and the nodes that were left unchanged.
 
-    Those that a metric controls are applied after others of their method: it is measured with
-    these.
+    Precisions with ``max_drop`` are applied after the others of their method, so that the metric
+    includes the effect of the others.
     """
     original = choice.tagged
     changed = original.clone()
-    twin = twins_of(original.model, changed.model)
-    twins = {copy: node for node, copy in twin.items()}
-    planned = {twin[node]: precision for node, precision in choice.found.nodes.items()}
+    copy_of = twins_of(original.model, changed.model)
+    original_of = {copy: node for node, copy in copy_of.items()}
+    planned = {copy_of[node]: precision for node, precision in choice.found.nodes.items()}
+    # Before any method changes nodes: it records their order and signatures.
     changes = Bookkeeping(changed)
-    work = Work(changed, original, choice.facts, twins, planned, samples, name, control)
+    work = Work(changed, original, choice.facts, original_of, planned, samples, name, control)
     left: list[Left] = []
     try:
         for precision in sorted(choice.nodes, key=_order):
-            nodes = [twin[node] for node in choice.nodes[precision]]
+            nodes = [copy_of[node] for node in choice.nodes[precision]]
             left += precision.how.apply(nodes, work)
     except HtpExportError:
         raise
@@ -253,41 +290,42 @@ def _changed(
 
 
 def _check_left(choice: PrecisionChoice, left: Sequence[Left], name: str, *, strict: bool) -> None:
-    """Refuse a plan on all of which a tool failed; with ``strict``, one of which anything stays as it is."""
-    failures = {each.node: each.failure for each in left if each.failure is not None}
+    """Raise an error if a tool failed on all nodes or, with ``strict``, if any is left."""
+    failures = {kept.node: kept.failure for kept in left if kept.failure is not None}
     if failures and failures.keys() >= choice.precision_of.keys():
         node, failure = next(iter(failures.items()))
         raise tool_error(name, failure, f" ({named(node)})") from failure
     if strict and left:
         first = left[0]
-        stays = first.why if first.partly else f"{named(first.node)} stays as it is: {first.why}"
-        raise InputError(f"{choice.precision_of[first.node]}, strict: {stays}")
+        problem = first.why
+        if not first.partly:
+            problem = f"{named(first.node)} stays as it is: {first.why}"
+        raise InputError(f"{choice.precision_of[first.node]}, strict: {problem}")
 
 
 def _left_notes(choice: PrecisionChoice, left: Sequence[Left]) -> list[str]:
-    """A sentence for each reason why nodes stay as they are."""
-    alike = Counter(
-        (each.why, choice.facts.has_floats(each.node)) for each in left if not each.partly
-    )
-    notes = list(dict.fromkeys(each.why for each in left if each.partly))
-    for (why, is_float32), count in alike.items():
-        stays = f"stay{'s' * (count == 1)} {'in fp32' if is_float32 else 'as they are'}"
-        notes.append(f"{many(count, 'node')} {stays}: {why}")
+    """One sentence for each reason why nodes are left unchanged."""
+    notes = list(dict.fromkeys(kept.why for kept in left if kept.partly))
+    whole = [kept for kept in left if not kept.partly]
+    counts = Counter((kept.why, choice.facts.has_floats(kept.node)) for kept in whole)
+    # Nodes that compute in other types do not stay "in fp32".
+    for (why, is_float32), count in counts.items():
+        verb = "stays" if count == 1 else "stay"
+        state = "in fp32" if is_float32 else "as they are"
+        notes.append(f"{many(count, 'node')} {verb} {state}: {why}")
     return notes
 
 
 def _order(precision: Precision) -> tuple[int, float]:
-    return precision.how.order, -1.0 if precision.max_drop is None else precision.max_drop
+    """The sort key of precisions: the method; then, those without ``max_drop`` come first."""
+    drop = -1.0 if precision.max_drop is None else precision.max_drop
+    return precision.how.order, drop
 
 
 def _notes(choice: PrecisionChoice) -> list[str]:
+    """Sentences on the effect of the plan, known before it is applied."""
     notes = []
-    eight = [
-        precision
-        for precision in choice.nodes
-        if precision.weight == "int8" and not precision.reduce_range
-    ]
-    if any(precision.how.multiplies_integers for precision in eight) and saturates():
+    if saturates() and any(_sums_eight_bits(precision) for precision in choice.nodes):
         notes.append(
             "this processor has no VNNI: ONNX Runtime's products of 8-bit integers saturate on it, and results can be "
             "far off; quantize with reduce_range, or in uint8"
@@ -297,24 +335,27 @@ def _notes(choice: PrecisionChoice) -> list[str]:
         notes.append(
             f"nodes that stay as they are because their modules have different precisions: {count}"
         )
-    reached, deciding = choice.found.reached, choice.found.deciding
-    overridden = [
-        selector for selector, nodes in reached.items() if nodes and not deciding[selector]
-    ]
-    notes += [
-        f"rule {selector!r} decides nothing: later rules hold for all of its nodes"
-        for selector in overridden
-    ]
+    for selector, nodes in choice.found.reached.items():
+        if nodes and not choice.found.deciding[selector]:
+            notes.append(
+                f"rule {selector!r} decides nothing: later rules hold for all of its nodes"
+            )
     return [*notes, *_unsuited(choice)]
 
 
+def _sums_eight_bits(precision: Precision) -> bool:
+    """Whether products add up full 8-bit weights, whose 16-bit sums overflow without VNNI."""
+    is_full = precision.weight == "int8" and not precision.reduce_range
+    return is_full and precision.how.multiplies_integers
+
+
 def _unsuited(choice: PrecisionChoice) -> list[str]:
-    """A sentence for each reason why nodes with weights cannot have the precision of the plan."""
-    found: list[str] = []
+    """One sentence for each reason why nodes with weights cannot have the precision of the plan."""
+    sentences: list[str] = []
     for precision, nodes in choice.left.items():
         reasons = listed(reasons_why_not(nodes, precision, choice.facts))
-        found += [f"{precision.name} leaves {each}" for each in reasons]
-    return found
+        sentences += [f"{precision.name} leaves {reason}" for reason in reasons]
+    return sentences
 
 
 def _result(
@@ -326,30 +367,30 @@ def _result(
     checked: Check | None = None,
     left: Sequence[Left] = (),
 ) -> Quantized:
-    words = choice.precisions()
-    modules = {
-        path: QuantizedModule(
+    precisions = choice.precisions()
+    modules: dict[str, QuantizedModule] = {}
+    for path, contents in contents_of(choice.tagged).modules.items():
+        modules[path] = QuantizedModule(
             **vars(choice.tagged.hierarchy[path]),
-            precision=words[path],
+            precision=precisions[path],
             bytes_before=contents.facts.weight_bytes,
             bytes_after=bytes_after.get(path, 0),
             nodes=len(contents.nodes),
             changed=sum(node in choice.precision_of for node in contents.nodes),
         )
-        for path, contents in contents_of(choice.tagged).modules.items()
-    }
-    kept = tuple(
-        Kept(
-            node=each.node.name or "",
-            operator=each.node.op_type,
-            modules=tuple(tags.owners_of(each.node.metadata_props)),
-            precision=choice.found.nodes[each.node].name,
-            whole=not each.partly,
-            reason=each.why,
-        )
-        for each in left
-    )
+    kept = tuple(_kept(choice, unchanged) for unchanged in left)
     changed, others = choice.counted(choice.nodes), choice.counted(choice.left)
     return Quantized(
         modules, changed, others, tuple(notes), model is None, *metrics, checked, kept, given=model
+    )
+
+
+def _kept(choice: PrecisionChoice, left: Left) -> Kept:
+    return Kept(
+        node=left.node.name or "",
+        operator=left.node.op_type,
+        modules=tuple(tags.owners_of(left.node.metadata_props)),
+        precision=choice.found.nodes[left.node].name,
+        whole=not left.partly,
+        reason=left.why,
     )

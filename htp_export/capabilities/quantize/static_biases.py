@@ -1,9 +1,9 @@
-"""Biases of a part as ONNX Runtime's static quantizer can have them: vectors of 32-bit integers, or floats.
+"""Biases in a form that ONNX Runtime's static quantizer supports: vectors of integers, or floats.
 
-A bias gets the scale of the input times those of the weight, one for each channel, and the
-quantizer fails on a bias of another shape, or writes scales along the wrong axis. What it cannot
-have is hidden from it: it leaves the bias in fp32 where this is no constant, and quantizes
-everything else of the node.
+The scale of a bias is that of the input times that of the weight, one for each channel. The
+quantizer fails on a bias of another shape, or writes scales along the wrong axis. Such a bias is
+replaced by an input of the graph: the quantizer leaves a bias that is not constant in fp32, and
+quantizes the other inputs of the node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ WITH_BIAS = frozenset(
 )
 """Operators whose third input is a bias, which gets 32 bits."""
 
-_PLACE = 2  # of a bias among the inputs of these operators
+_PLACE = 2
+"""The place of the bias among the inputs of these operators."""
 
 
 def is_bias(node: ir.Node, place: int) -> bool:
@@ -42,29 +43,29 @@ def is_bias(node: ir.Node, place: int) -> bool:
 
 
 def bias_shape(node: ir.Node, shape: Sequence[int], scales: int) -> tuple[int, ...] | None:
-    """The shape in which a bias of a node can be quantized with so many scales; None for no shape.
+    """The shape in which a bias can be quantized with a number of scales; None if it cannot.
 
     Examples:
         >>> gemm = ir.node("Gemm", [ir.val("x"), ir.val("weight"), ir.val("bias")])
         >>> bias_shape(gemm, (1, 8), 8), bias_shape(gemm, (4, 8), 8), bias_shape(gemm, (4, 8), 0)
         ((8,), None, (4, 8))
     """
-    is_row = bool(shape) and math.prod(shape[:-1]) == 1 and shape[-1] in (1, scales)
     if not scales or tuple(shape) == (scales,):
         return tuple(shape)
+    # A Gemm broadcasts its bias: a row of one element, or of all channels, becomes a vector.
+    is_row = bool(shape) and math.prod(shape[:-1]) == 1 and shape[-1] in (1, scales)
     return (scales,) if node.op_type == "Gemm" and is_row else None
 
 
 def fit_biases(graph: ir.Graph, scales_of: Callable[[ir.Node], int]) -> dict[str, str]:
-    """Write the biases of a part as vectors, in place.
+    """Convert the biases of a part to vectors, in place.
 
     Args:
         graph: The part.
-        scales_of: The number of scales of the weight of a node; 0 for one scale of the whole
-            weight.
+        scales_of: Returns the number of scales of the weight of a node; 0 for a single scale.
 
     Returns:
-        Name of a node → why its bias cannot be quantized.
+        Name of a node → the reason why its bias cannot be quantized.
     """
     unfit: dict[str, str] = {}
     for node in graph:
@@ -89,7 +90,7 @@ def fit_biases(graph: ir.Graph, scales_of: Callable[[ir.Node], int]) -> dict[str
 def _in_shape(
     graph: ir.Graph, bias: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...]
 ) -> ir.Value:
-    """A bias that is broadcast to a vector."""
+    """Add an initializer: a bias broadcast to a vector."""
     recipe = step("reshape", recipe_of(bias), [tensor.size])
     if tensor.size < math.prod(shape):
         recipe = step("expand", recipe, list(shape))
@@ -103,7 +104,7 @@ def _in_shape(
 
 
 def hide_biases(graph: ir.Graph, names: Iterable[str]) -> dict[str, ir.Value]:
-    """Make inputs of a graph of the biases of its nodes of these names, in place; name of the input → the constant."""
+    """Replace the biases of nodes by inputs, in place; returns name of the input → bias."""
     hidden: dict[str, ir.Value] = {}
     chosen = frozenset(names)
     for node in graph:
@@ -122,7 +123,7 @@ def hide_biases(graph: ir.Graph, names: Iterable[str]) -> dict[str, ir.Value]:
 
 
 def show_biases(made: ir.Graph, hidden: Mapping[str, ir.Value]) -> None:
-    """Make constants again of hidden biases, in what the quantizer made of a graph, in place."""
+    """Replace the inputs of `hide_biases` by the constants, in the quantized graph, in place."""
     for entry in [value for value in made.inputs if value.name in hidden]:
         bias = hidden[str(entry.name)]
         constant = made.initializers.get(str(bias.name))

@@ -1,22 +1,25 @@
-"""A part that ONNX Runtime's static quantizer quantizes, without what it would get wrong.
+"""Quantize a part with ONNX Runtime's static quantizer, without the nodes that it would get wrong.
 
-The quantizer looks at no results. So what it made is looked through, and it is made again until
-nothing is wrong:
+The quantizer does not check its output. So the output is checked here, and the part is quantized
+again without the nodes at fault, until there are none:
 
 - A bias that does not fit into 32 bits is clipped; its node stays in fp32.
-- Operators that only move or pick values give their results the scale of their input. Results outside of its range
-  (``Resize`` with cubic interpolation) would be clipped; such a node stays in fp32.
-- The default optimizations of ONNX Runtime fuse quantized operators with others that lack some attributes. A node with
-  which the part does not load stays in fp32, and so does one on which the quantizer fails.
+- Operators that only move or pick values give their results the scale of their input. Results
+  outside of its range (``Resize`` with cubic interpolation) would be clipped; such a node stays in
+  fp32.
+- The default optimizations of ONNX Runtime fuse quantized operators with others that lack some
+  attributes. A node with which the part does not load stays in fp32, and so does a node on which
+  the quantizer fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.calibrating import Ranges, calibration_method
@@ -46,27 +49,27 @@ from htp_export.runtime.arrays import Array
 from htp_export.runtime.sessions import RunnableModel, Session
 
 TYPES = {"int8": "QInt8", "uint8": "QUInt8", "int16": "QInt16", "uint16": "QUInt16"}
-"""Types of plans → names of ONNX Runtime's types."""
+"""Type in plans → name in ONNX Runtime's ``QuantType``."""
 
 _INT32 = np.iinfo(np.int32)
 
 _SLACK = 1 / 256
-"""Share of a range by which a result may leave it: a step of 8 bits, by which all results are rounded."""
+"""The share of a range by which a result may leave it: a step of 8 bits."""
 
 
 @dataclass
 class StaticPart:
-    """A part, the ranges of its tensors, and what of it stays in fp32.
+    """A part, the ranges of its tensors, and its nodes that stay in fp32.
 
     Attributes:
         part: The part.
-        precision: What it gets.
+        precision: The precision of its nodes.
         name: The name of the model in errors.
         file: The part as a file.
-        ranges: Those of its tensors.
-        left: Name of a node → why it stays.
-        floats: Name of a node → why its bias stays.
-        hidden: Name of an input that stands for a bias → the bias.
+        ranges: The ranges of its tensors.
+        left: Name of a node → the reason why it stays in fp32.
+        floats: Name of a node → the reason why its bias stays in fp32.
+        hidden: Name of the input that replaces a bias → the bias.
     """
 
     part: Submodel
@@ -79,13 +82,18 @@ class StaticPart:
     hidden: Mapping[str, ir.Value]
 
     def made(self) -> Made:
-        """The part, quantized."""
-        while True:
-            model = self._without_faulty()
-            wrong = self._clipped(model.graph) | self._outside(model.graph)
-            if not wrong:
-                break
+        """The part, quantized.
+
+        Raises:
+            PartError: The quantizer gets a node wrong although it was told to leave it.
+        """
+        model = self._without_faulty()
+        while wrong := self._clipped(model.graph) | self._outside(model.graph):
+            if wrong.keys() <= self.left.keys():
+                # The next attempt would be the same: the loop ends because `left` grows.
+                raise PartError(next(iter(wrong.values())))
             self.left |= wrong
+            model = self._without_faulty()
         weights = float_weights(self.part.model.graph)
         record_rounding(model.graph, weights)
         record_biases(model.graph, weights)
@@ -98,7 +106,7 @@ class StaticPart:
         return Made(model, self.left, partly)
 
     def _without_faulty(self) -> ir.Model:
-        """What the quantizer makes of the nodes that do not stay; those on which it fails stay, too."""
+        """Quantize the nodes that are not left; faulty nodes are left, too."""
         while True:
             self._follow_producers()
             nodes = [name for name in self.part.nodes if name not in self.left]
@@ -108,6 +116,7 @@ class StaticPart:
                 raise tool_error(self.name, failure) from failure
             if model is not None and not faulty:
                 return model
+            # Again: their activation functions are left with them. All of them are new in `left`.
             for name, why in faulty.items():
                 self.left[name] = f"ONNX Runtime fails on {named(self.part.nodes[name])}: {why}"
 
@@ -115,109 +124,114 @@ class StaticPart:
         return kinds_of(self.part.nodes[name])
 
     def _follow_producers(self) -> None:
-        """Leave activation functions whose producers stay, for the same reason."""
+        """Leave activation functions whose producers are left, for the same reason."""
+        followers = self.precision.how.with_producer
         for node in self.part.model.graph:
-            value = node.inputs[0] if node.op_type in self.precision.how.with_producer else None
-            maker = None if value is None else value.producer()
-            if maker is not None and maker.name in self.left:
-                self.left.setdefault(str(node.name), self.left[maker.name])
+            value = node.inputs[0] if node.op_type in followers else None
+            producer = None if value is None else value.producer()
+            if producer is not None and producer.name in self.left:
+                self.left.setdefault(str(node.name), self.left[producer.name])
 
     def _quantized(self, nodes: Sequence[str]) -> ir.Model:
-        """What the quantizer makes of some of the nodes, if ONNX Runtime loads it."""
-        precision, types, chosen = self.precision, quantizers().QuantType, frozenset(nodes)
-        told = self.part.names.in_text
-        with tool_failures(told), quietly():
-            given = quantizers("quant_utils").load_model_with_shape_infer(self.file)
-            config = quantizers("quantize").get_qdq_config(
-                given,
-                None,  # the ranges are measured
-                calibrate_method=calibration_method(precision.calibration),
-                activation_type=types[TYPES[precision.activation]],
-                weight_type=types[TYPES[precision.weight]],
-                activation_symmetric=precision.symmetric,
-                per_channel=precision.per_channel,
-                reduce_range=precision.reduce_range,
-                keep_removable_activations=True,  # ONNX Runtime removes them when it loads the file
-                op_types_to_quantize=sorted({node.op_type for node in self.part.model.graph}),
-                nodes_to_exclude=[name for name in self.part.nodes if name not in chosen],
-            )
-            quantizer = quantizers("qdq_quantizer").QDQQuantizer(
-                given,
-                config.per_channel,
-                config.reduce_range,
-                config.weight_type,
-                config.activation_type,
-                self.ranges.for_quantizer(),
-                [],
-                config.nodes_to_exclude,
-                config.op_types_to_quantize,
-                config.extra_options,
-            )
-            proto = quantizer.quantize_model()
+        """Quantize some of the nodes; a `PartError` if that fails, or the output does not load."""
+        in_text = self.part.names.in_text
+        with tool_failures(in_text), quietly():
+            proto = self._run_quantizer(frozenset(nodes))
         try:
             model = model_from_proto(proto)
             with temporary_folder() as folder:
                 Session(RunnableModel.of(model, self.name, folder))
         except InputError as error:  # it is not valid, or ONNX Runtime does not load it
-            raise PartError(told(described(error))) from error
+            raise PartError(in_text(described(error))) from error
         return model
 
-    def _clipped(self, graph: ir.Graph) -> dict[str, str]:
-        """Name of a node → why it stays, for nodes whose biases are clipped.
+    def _run_quantizer(self, chosen: Container[str]) -> onnx.ModelProto:
+        # The steps of `quantize_static`, which would measure the ranges itself, in each attempt.
+        precision, types = self.precision, quantizers().QuantType
+        model = quantizers("quant_utils").load_model_with_shape_infer(self.file)
+        config = quantizers("quantize").get_qdq_config(
+            model,
+            None,  # the ranges are measured
+            calibrate_method=calibration_method(precision.calibration),
+            activation_type=types[TYPES[precision.activation]],
+            weight_type=types[TYPES[precision.weight]],
+            activation_symmetric=precision.symmetric,
+            per_channel=precision.per_channel,
+            reduce_range=precision.reduce_range,
+            keep_removable_activations=True,  # ONNX Runtime removes them when it loads the file
+            op_types_to_quantize=sorted({node.op_type for node in self.part.model.graph}),
+            nodes_to_exclude=[name for name in self.part.nodes if name not in chosen],
+        )
+        quantizer = quantizers("qdq_quantizer").QDQQuantizer(
+            model,
+            config.per_channel,
+            config.reduce_range,
+            config.weight_type,
+            config.activation_type,
+            self.ranges.for_quantizer(),
+            [],
+            config.nodes_to_exclude,
+            config.op_types_to_quantize,
+            config.extra_options,
+        )
+        proto: onnx.ModelProto = quantizer.quantize_model()
+        return proto
 
-        A bias in fp32 is no help: ONNX Runtime makes the same integers of it when it optimizes the
-        model.
+    def _clipped(self, graph: ir.Graph) -> dict[str, str]:
+        """Name of a node → the reason why it stays, for nodes whose biases were clipped.
+
+        It does not help to keep the bias in fp32: ONNX Runtime converts it to the same integers
+        when it optimizes the model.
         """
-        found: dict[str, str] = {}
+        wrong: dict[str, str] = {}
         for node in graph:
             tensor = constant_of(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
             if tensor is None or tensor.dtype != ir.DataType.INT32:
                 continue
+            # The quantizer clips to the limits: a value at a limit may have been larger.
             if not np.isin(tensor.numpy(), (_INT32.min, _INT32.max)).any():
                 continue
             for use in node.outputs[0].uses():
                 name = str(use.node.name)
                 if is_bias(use.node, use.idx) and name in self.part.nodes:
-                    found[name] = (
-                        f"ONNX Runtime would clip the bias of {named(self.part.nodes[name])} to int32"
-                    )
-        return found
+                    owner = named(self.part.nodes[name])
+                    wrong[name] = f"ONNX Runtime would clip the bias of {owner} to int32"
+        return wrong
 
     def _outside(self, graph: ir.Graph) -> dict[str, str]:
-        """Name of a node → why it stays, for nodes whose results leave the range of the scale of their input."""
-        found: dict[str, str] = {}
+        """Name of a node → the reason why it stays: results exceed the range of its input."""
+        wrong: dict[str, str] = {}
+        source = self.part.names.source
         for node in graph:
             if node.op_type != "QuantizeLinear":
                 continue
             tensor, scale, point = node.inputs
             assert tensor is not None
             assert scale is not None
-            names = self.part.names
-            measured, maker = (
-                self.ranges.bounds.get(names.source(str(tensor.name)) or ""),
-                tensor.producer(),
-            )
-            is_own = names.source(str(scale.name)) == names.source(str(tensor.name))
-            node_name = "" if maker is None else str(maker.name)
-            if is_own or measured is None or node_name not in self.part.nodes:
+            tensor_name = source(str(tensor.name))
+            if source(str(scale.name)) == tensor_name:
+                continue  # the scale is of its own range
+            measured = self.ranges.bounds.get(tensor_name or "")
+            producer = tensor.producer()
+            name = "" if producer is None else str(producer.name)
+            if measured is None or name not in self.part.nodes:
                 continue
-            if not _holds(constant_of(scale), constant_of(point), measured):
-                said = (
-                    f"results of {named(self.part.nodes[node_name])} leave the range of its input"
-                )
-                found[node_name] = f"{said}, whose scale ONNX Runtime gives them"
-        return found
+            if not _contains(constant_of(scale), constant_of(point), measured):
+                problem = f"results of {named(self.part.nodes[name])} leave the range of its input"
+                wrong[name] = f"{problem}, whose scale ONNX Runtime gives them"
+        return wrong
 
 
-def _holds(
+def _contains(
     scale: ir.TensorProtocol | None, point: ir.TensorProtocol | None, measured: tuple[Array, Array]
 ) -> bool:
-    """Whether the integers of a scale and a zero point stand for all values of a range."""
+    """Whether the integers of a scale and a zero point represent all values of a measured range."""
     if scale is None or point is None:
         return True
-    step, zero = scale.numpy().astype(np.float64), point.numpy()
-    limits = np.iinfo(zero.dtype)
-    least, most = ((limit - zero.astype(np.float64)) * step for limit in (limits.min, limits.max))
+    step = scale.numpy().astype(np.float64)
+    limits = np.iinfo(point.numpy().dtype)
+    zero = point.numpy().astype(np.float64)
+    least, most = (limits.min - zero) * step, (limits.max - zero) * step
     slack = _SLACK * (most - least)
     low, high = measured
     return bool((low >= least - slack).all() and (high <= most + slack).all())

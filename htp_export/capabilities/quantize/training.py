@@ -1,4 +1,4 @@
-"""Quantization-aware training: models with fake quantization export as QuantizeLinear and DequantizeLinear."""
+"""Quantization-aware training: fake quantization as QuantizeLinear and DequantizeLinear."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _OF_TORCH = (
     "is_per_channel",
     "activation_post_process",
 )
-"""What the classes of ``torch.ao.quantization`` have, which torch is going to move to another package."""
+"""Attributes of the classes of ``torch.ao.quantization``, which torch is going to move."""
 
 
 @checks_arguments
 @contextlib.contextmanager
 def frozen_fake_quantize(model: nn.Module) -> Iterator[None]:
-    """Run fake quantization with the scales that it has, so that it can be exported.
+    """Run fake quantization with its current scales, so that it can be exported.
 
     Neither exporter of torch translates ``FusedMovingAvgObsFakeQuantize``, the default of
     ``prepare_qat``, which updates its scale while it runs. Inside this block, modules of fake
@@ -39,14 +39,14 @@ def frozen_fake_quantize(model: nn.Module) -> Iterator[None]:
     ``fake_quantize_per_channel_affine``, which both exporters write as QuantizeLinear and
     DequantizeLinear. Observers do not run. Afterwards the model is as before, also on errors.
 
-    These are the modules of ``torch.ao.quantization``, and those of torchao that quantize weights
-    to int8 by channel. Others stay as they are; torchao's activations have scales of each token,
-    which no QuantizeLinear has.
+    It affects the modules of ``torch.ao.quantization``, and those of torchao that quantize weights
+    to int8 by channel. Other modules stay as they are: torchao's activations have a scale for each
+    token, which QuantizeLinear does not support.
 
     Not thread-safe: no other thread may use the model meanwhile.
 
     Args:
-        model: The model, with fake quantization that has seen data.
+        model: The model, with fake quantization whose observers have seen data.
 
     Returns:
         A context manager.
@@ -79,7 +79,7 @@ def frozen_fake_quantize(model: nn.Module) -> Iterator[None]:
 
 
 def _frozen(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
-    """Modules of fake quantization, and what they compute with the scales that they have."""
+    """Yield each module of fake quantization, and a function with its current scales."""
     for module in model.modules():
         if all(hasattr(module, name) for name in _OF_TORCH):
             yield module, _of_torch(module)
@@ -108,17 +108,12 @@ def _of_torch(module: Any) -> Forward:
 
 
 def _is_by_channel(quantizer: Any) -> bool:
-    """Whether a module is torchao's fake quantization to int8 with a scale for each row of a matrix."""
-    config, is_torchao = (
-        getattr(quantizer, "config", None),
-        type(quantizer).__module__.startswith("torchao."),
-    )
+    """Whether a module is torchao's fake quantization to int8 with a scale for each row."""
+    if not type(quantizer).__module__.startswith("torchao."):
+        return False
+    config = getattr(quantizer, "config", None)
     granularity = type(getattr(config, "granularity", None)).__name__
-    return (
-        is_torchao
-        and str(getattr(config, "dtype", "")) == "torch.int8"
-        and granularity == "PerAxis"
-    )
+    return str(getattr(config, "dtype", "")) == "torch.int8" and granularity == "PerAxis"
 
 
 def _of_torchao(quantizer: Any, weight: torch.Tensor) -> Forward:
@@ -127,7 +122,7 @@ def _of_torchao(quantizer: Any, weight: torch.Tensor) -> Forward:
     from htp_export.exporter.capture.model_state import unchanged
 
     with unchanged(quantizer, (weight,)), torch.no_grad():
-        quantizer(weight)  # its scale is that of the weights that it saw last
+        quantizer(weight)  # updates its scale, which may be that of earlier weights
         scale = quantizer.scale.reshape(-1).to(torch.float32, copy=True)
         zero_point = quantizer.zero_point.reshape(-1).to(torch.int32, copy=True)
     return lambda x: torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, -128, 127)
@@ -137,21 +132,20 @@ def _of_torchao(quantizer: Any, weight: torch.Tensor) -> Forward:
 def module_filter(
     model: nn.Module, plan: str | Sequence[str] | Mapping[str, Any], value: Any = None
 ) -> Callable[[nn.Module, str], bool]:
-    """The modules that a selector or a plan names, as a ``filter_fn`` of torchao.
+    """A ``filter_fn`` of torchao for the modules that a selector or a plan matches.
 
-    ``quantize_(model, config, filter_fn)`` asks it for every module. So the plan that was found for
-    the ONNX file can be trained in PyTorch: ``quantize_(model, int8_config, module_filter(model,
-    plan, "int8"))``.
+    ``quantize_(model, config, filter_fn)`` calls it for every module. So a plan for the ONNX file can
+    be trained in PyTorch: ``quantize_(model, int8_config, module_filter(model, plan, "int8"))``.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model as it is before anything is replaced in it.
+        model: The model before any of its modules is replaced.
         plan: A selector; or selectors with values, in order: later rules win.
-        value: Of a plan, the value of the modules that are wanted.
+        value: For a plan, the value of the modules to quantize.
 
     Returns:
-        A function of a module and its name: whether it is a linear layer that the plan names.
+        A function of a module and its name: whether it is a linear layer that the plan matches.
 
     Raises:
         SelectorError: A selector cannot be read or matches no module.
@@ -168,20 +162,15 @@ def module_filter(
 
     classes = Hierarchy.from_module(model).classes
     if isinstance(plan, Mapping):
-        values = {
-            path: given
-            for selector, given in plan.items()
-            for path in select_below(selector, classes)
-        }
-        paths = {path for path, given in values.items() if given == value}
+        values: dict[str, Any] = {}
+        for selector, assigned in plan.items():
+            values |= dict.fromkeys(select_below(selector, classes), assigned)
+        paths = {path for path, assigned in values.items() if assigned == value}
     else:
         paths = set(select_below(plan, classes))
     modules = dict(model.named_modules())
     if not any(isinstance(modules.get(path), nn.Linear) for path in paths):
-        problem = (
-            f"{plan!r} names none"
-            if value is None
-            else f"the plan gives {value!r} to no linear layer"
-        )
-        raise InputError(problem)
+        if value is None:
+            raise InputError(f"{plan!r} names no linear layer")
+        raise InputError(f"the plan gives {value!r} to no linear layer")
     return lambda module, name: isinstance(module, nn.Linear) and name in paths

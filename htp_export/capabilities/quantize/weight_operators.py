@@ -1,7 +1,8 @@
-"""Operators with stored weights in the forms that ONNX Runtime's quantizers read (``MatMul``), or do not write.
+"""Rewrite operators with stored weights, before and after ONNX Runtime's quantizers.
 
-It has operators for 8-bit weights of convolutions and tables, and no quantizer; and engines that do
-not know its own operators read weights in blocks through a ``DequantizeLinear``.
+They accept a ``MatMul`` and no ``Gemm``. ONNX Runtime has operators for 8-bit weights of
+convolutions and tables, and no quantizer for these. Engines without ONNX Runtime's own operators
+read weights in blocks through a ``DequantizeLinear``.
 """
 
 from __future__ import annotations
@@ -25,54 +26,63 @@ from htp_export.weights.rebuilding import unpacked
 from htp_export.weights.rounding import rounded
 
 FIRST_BLOCKS = 21
-"""The opset from which on ``DequantizeLinear`` has blocks, and ONNX integers of 4 bits."""
+"""The first opset in which ``DequantizeLinear`` has blocks, and ONNX has integers of 4 bits."""
 
-_BIAS = 2  # its place among the inputs of a Gemm
+_BIAS = 2
+"""The place of the bias among the inputs of a ``Gemm``."""
 
 
-def separate_copies(graph: ir.Graph, way: Callable[[ir.Node, int], Hashable]) -> None:
-    """Give each way of reading a constant a constant of its own, in place.
+def separate_copies(graph: ir.Graph, key_of: Callable[[ir.Node, int], Hashable]) -> None:
+    """Copy each initializer for every way in which it is quantized, in place.
 
-    ``way``: Of a node and a place among its inputs; None for what stays as it is, which keeps the
-    name.
+    Args:
+        graph: The graph.
+        key_of: Returns the key of the way for an input of a node. Inputs of an initializer with
+            equal keys share a copy. None for inputs that stay, which keep the original; without
+            such inputs, the first key keeps it.
     """
-    ways: defaultdict[ir.Value, dict[tuple[ir.Node, int], Hashable]] = defaultdict(dict)
+    keys: defaultdict[ir.Value, dict[tuple[ir.Node, int], Hashable]] = defaultdict(dict)
     for node in graph:
         for place, value in enumerate(node.inputs):
             if value is not None and value.is_initializer():
-                ways[value][node, place] = way(node, place)
-    for value, way_of in ways.items():
-        others = list(dict.fromkeys(way_of.values()))
+                keys[value][node, place] = key_of(node, place)
+    for value, key_of_use in keys.items():
+        others = list(dict.fromkeys(key_of_use.values()))
         others.remove(None if None in others else others[0])
         tensor = value.const_value
         assert tensor is not None
         for number, other in enumerate(others, 2):
             copy = add_initializer(graph, tensor, f"{value.name}_{number}", recipe_of(value))
-            for (node, place), its_way in way_of.items():
-                if its_way == other:
+            for (node, place), key in key_of_use.items():
+                if key == other:
                     node.replace_input_with(place, copy)
 
 
 def fold_factors(graph: ir.Graph) -> None:
     """Multiply the stored matrix of each ``Gemm`` by alpha, and its stored bias by beta, in place.
 
-    ONNX Runtime's static quantizer resets beta, and its other quantizers know no ``Gemm``.
+    ONNX Runtime's static quantizer resets beta, and its other quantizers do not support ``Gemm``.
     """
     for node in graph:
         if not is_standard(node, "Gemm"):
             continue
-        alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
-        matrix = next(
-            (place for place in (1, 0) if constant_of(node.inputs[place]) is not None), None
-        )
-        if alpha != 1 and matrix is not None:
-            _multiply(graph, node, matrix, alpha)
+        alpha = node.attributes.get_float("alpha", 1.0)
+        beta = node.attributes.get_float("beta", 1.0)
+        stored = [place for place in (1, 0) if constant_of(node.inputs[place]) is not None]
+        if alpha != 1 and stored:
+            _multiply(graph, node, stored[0], alpha)
             del node.attributes["alpha"]
-        bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
-        if beta != 1 and (bias is None or constant_of(bias) is not None):
-            if bias is not None:
-                _multiply(graph, node, _BIAS, beta)
+        bias = _bias_of(node)
+        if beta != 1 and bias is None:
             del node.attributes["beta"]
+        elif beta != 1 and constant_of(bias) is not None:
+            _multiply(graph, node, _BIAS, beta)
+            del node.attributes["beta"]
+
+
+def _bias_of(node: ir.Node) -> ir.Value | None:
+    """The bias of a ``Gemm``; None without one."""
+    return node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
 
 
 def _multiply(graph: ir.Graph, node: ir.Node, place: int, factor: float) -> None:
@@ -86,10 +96,10 @@ def _multiply(graph: ir.Graph, node: ir.Node, place: int, factor: float) -> None
     def multiplied(array: Array) -> Array:
         return np.multiply(array, factor, dtype=array.dtype)
 
-    made = graph.initializers.get(name) or add_initializer(
+    product = graph.initializers.get(name) or add_initializer(
         graph, changed_when_written(tensor, multiplied, recipe), name, recipe
     )
-    node.replace_input_with(place, made)
+    node.replace_input_with(place, product)
     remove_unused([value])
 
 
@@ -101,27 +111,27 @@ def factor_of(node: ir.Node, place: int) -> float:
 
 
 def way_as_product(node: ir.Node, place: int) -> Hashable:
-    """The way in which `write_products` changes a constant input of a node; None if it does not."""
+    """A key of the change by `write_products` to a constant input; None for no change."""
+    factor = factor_of(node, place)
     if place == 1:
-        return "matrix", factor_of(node, place), node.attributes.get_int("transB", 0)
-    return None if (factor := factor_of(node, place)) == 1 else ("bias", factor)
+        return "matrix", factor, node.attributes.get_int("transB", 0)
+    return None if factor == 1 else ("bias", factor)
 
 
 def can_be_product(node: ir.Node) -> bool:
-    """Whether a node is a ``MatMul``, or a ``Gemm`` that `write_products` writes as one if its matrix is stored."""
+    """Whether a node is a ``MatMul``, or a ``Gemm`` that `write_products` can write as one."""
     if not is_standard(node, "Gemm"):
         return is_standard(node, "MatMul")
-    bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
-    has_scaled_input = (
-        bias is not None
-        and constant_of(bias) is None
-        and node.attributes.get_float("beta", 1.0) != 1
-    )
-    return not has_scaled_input and not node.attributes.get_int("transA", 0)
+    if node.attributes.get_int("transA", 0):
+        return False
+    bias = _bias_of(node)
+    # beta of a computed bias cannot be folded
+    is_computed = bias is not None and constant_of(bias) is None
+    return not is_computed or node.attributes.get_float("beta", 1.0) == 1
 
 
 def write_products(graph: ir.Graph) -> None:
-    """Write each ``Gemm`` with a constant weight as a ``MatMul``, which has its name, and an ``Add``."""
+    """Replace each ``Gemm`` with a constant weight by a ``MatMul`` and an ``Add``."""
     fold_factors(graph)
     for node in list(graph):
         weight = node.inputs[1] if node.op_type == "Gemm" and is_matrix_product(node) else None
@@ -132,20 +142,21 @@ def write_products(graph: ir.Graph) -> None:
 def _as_product(
     graph: ir.Graph, node: ir.Node, weight: ir.Value, tensor: ir.TensorProtocol
 ) -> None:
-    turned = weight
+    matrix = weight
     if node.attributes.get_int("transB", 0):
         name, recipe = f"{weight.name}_transposed", step("transpose", recipe_of(weight), [1, 0])
-        turned = graph.initializers.get(name) or add_initializer(
+        matrix = graph.initializers.get(name) or add_initializer(
             graph,
             changed_when_written(tensor, np.transpose, recipe, tensor.shape.numpy()[::-1]),
             name,
             recipe,
         )
-    new = [ir.node("MatMul", [node.inputs[0], turned], name=node.name)]
+    new = [ir.node("MatMul", [node.inputs[0], matrix], name=node.name)]
     result = new[0].outputs[0]
     result.name, result.type = f"{node.outputs[0].name}_product", node.outputs[0].type
-    if len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None:
-        new.append(ir.node("Add", [result, node.inputs[_BIAS]], name=f"{node.name}_bias"))
+    bias = _bias_of(node)
+    if bias is not None:
+        new.append(ir.node("Add", [result, bias], name=f"{node.name}_bias"))
     ir.convenience.replace_nodes_and_values(
         graph, node, [node], new, [node.outputs[0]], [new[-1].outputs[0]]
     )
@@ -154,53 +165,51 @@ def _as_product(
 
 
 def write_dequantized(graph: ir.Graph) -> None:
-    """Write each ``MatMulNBits`` as a ``MatMul``, which has its name, with a ``DequantizeLinear`` of its weight.
+    """Replace each ``MatMulNBits`` by a ``MatMul`` with a ``DequantizeLinear`` of its weight.
 
     ONNX Runtime fuses the pair again
     (https://github.com/onnx/onnx/blob/main/docs/Operators.md#DequantizeLinear).
     """
-    made: dict[ir.Value, ir.Value] = {}
+    weights: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         if node.op_type == "MatMulNBits":
             packed = node.inputs[1]
             assert packed is not None
-            if packed not in made:
-                made[packed] = _dequantized(graph, node, packed)
-            replace(node, [ir.node("MatMul", [node.inputs[0], made[packed]])])
+            if packed not in weights:
+                weights[packed] = _dequantized(graph, node, packed)
+            replace(node, [ir.node("MatMul", [node.inputs[0], weights[packed]])])
     remove_unused(list(graph.initializers.values()))
+    # An engine without ONNX Runtime's operators refuses a file that imports their domain.
     for domain in graph.opset_imports.keys() - {node.domain for node in graph} - {""}:
         del graph.opset_imports[domain]
 
 
 def _dequantized(graph: ir.Graph, node: ir.Node, packed: ir.Value) -> ir.Value:
-    """The weight of a product as a ``DequantizeLinear``, before the product, makes it."""
+    """Insert a ``DequantizeLinear`` of a packed weight before its consumer."""
     rows, columns, bits, block = (
         node.attributes[name].as_int() for name in ("K", "N", "bits", "block_size")
     )
-    blocks = -(-rows // block)
-    scales, points = node.inputs[2], node.inputs[3] if len(node.inputs) > 3 else None
-    # Signed ones are the integers of MatMulNBits less the zero point that it has without points.
-    kind = ir.DataType[f"INT{bits}" if points is None else f"UINT{bits}"]
+    blocks = math.ceil(rows / block)
+    scales = node.inputs[2]
+    points = node.inputs[3] if len(node.inputs) > 3 else None
     assert scales is not None
     assert scales.const_value is not None
-    turned = ir.Tensor(np.ascontiguousarray(scales.const_value.numpy().reshape(columns, blocks).T))
-    read = [
-        _integers(
-            graph, packed, (columns, blocks * math.ceil(block * bits / 8)), (rows, bits), kind
-        ),
-        _register(graph, scales, turned, step("transpose", recipe_of(scales), [1, 0])),
-    ]
+    # Without zero points, MatMulNBits subtracts the middle of the range: the result is signed.
+    kind = ir.DataType[f"INT{bits}" if points is None else f"UINT{bits}"]
+    packed_sizes = columns, blocks * math.ceil(block * bits / 8)
+    levels = _integers(graph, packed, packed_sizes, (rows, bits), kind)
+    by_row = np.ascontiguousarray(scales.const_value.numpy().reshape(columns, blocks).T)
+    recipe = step("transpose", recipe_of(scales), [1, 0])
+    inputs = [levels, _register(graph, scales, ir.Tensor(by_row), recipe)]
     if points is not None:
-        read.append(_integers(graph, points, (columns, -1), (blocks, bits), kind))
+        inputs.append(_integers(graph, points, (columns, -1), (blocks, bits), kind))
     attributes = {"axis": 0, "block_size": block}
-    made = ir.node("DequantizeLinear", read, attributes, name=f"{packed.name}_DequantizeLinear")
-    [result] = made.outputs
-    result.name, result.type, result.shape = (
-        f"{packed.name}_dequantized",
-        scales.type,
-        ir.Shape((rows, columns)),
-    )
-    graph.insert_before(node, made)
+    name = f"{packed.name}_DequantizeLinear"
+    dequantize = ir.node("DequantizeLinear", inputs, attributes, name=name)
+    [result] = dequantize.outputs
+    result.name, result.type = f"{packed.name}_dequantized", scales.type
+    result.shape = ir.Shape((rows, columns))
+    graph.insert_before(node, dequantize)
     return result
 
 
@@ -208,16 +217,23 @@ def _integers(
     graph: ir.Graph,
     value: ir.Value,
     sizes: tuple[int, int],
-    held: tuple[int, int],
+    packing: tuple[int, int],
     kind: ir.DataType,
 ) -> ir.Value:
-    """The integers of a tensor of ``MatMulNBits``, a column of it for each row; ``held``: how many, and their bits."""
+    """Unpack and transpose a tensor of ``MatMulNBits``.
+
+    Args:
+        graph: The graph, which gets an initializer.
+        value: The packed tensor.
+        sizes: Its columns, and the bytes of each.
+        packing: The number of integers in a column, and their bits.
+        kind: Their type.
+    """
     assert value.const_value is not None
-    count, bits = held
+    count, bits = packing
     array = unpacked(value.const_value.numpy().reshape(sizes), count, bits, kind).T
-    recipe = step(
-        "transpose", step("unpack", recipe_of(value), [count, bits, kind.name.lower()]), [1, 0]
-    )
+    unpacking = step("unpack", recipe_of(value), [count, bits, kind.name.lower()])
+    recipe = step("transpose", unpacking, [1, 0])
     return _register(graph, value, ir.Tensor(np.ascontiguousarray(array), dtype=kind), recipe)
 
 
@@ -231,10 +247,12 @@ CONVOLUTIONS = frozenset(("Conv", "ConvTranspose"))
 
 
 def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) -> None:
-    """Store the weights of the convolutions and tables of a graph in 8 bits, in place; all are initializers.
+    """Store the weights of the convolutions and tables of a graph in 8 bits, in place.
 
-    ``block_size`` elements of a row of a table share a scale; ``symmetric`` blocks have no zero
-    points.
+    Args:
+        graph: The graph; the weights are initializers.
+        block_size: Elements of a row of a table that share a scale.
+        symmetric: Whether blocks of tables have no zero points.
     """
     by_channel: dict[tuple[ir.Value, int], ir.Value] = {}
     by_block: dict[ir.Value, list[ir.Value]] = {}
@@ -260,7 +278,7 @@ def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) ->
 def _by_channel(
     graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, channels: int
 ) -> ir.Value:
-    """What a ``DequantizeLinear`` makes of a weight; one scale for each channel."""
+    """Insert a ``DequantizeLinear`` of a weight with a scale for each channel."""
     shape = tuple(int(size) for size in tensor.shape.numpy())
     scheme = ["channels", channels]
     stored = [
@@ -280,7 +298,7 @@ def _by_channel(
 def _by_block(
     graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, size: int, symmetric: bool
 ) -> list[ir.Value]:
-    """The levels, scales and zero points of the rows of a table."""
+    """Add initializers for the levels, scales and zero points of the rows of a table."""
     rows, columns = (int(length) for length in tensor.shape.numpy())
     blocks = (rows, -(-columns // size))
     scheme = ["rows", 8, size, int(symmetric)]
@@ -289,17 +307,18 @@ def _by_block(
         _rounded(graph, weight, "Q8", ["levels", *scheme], kind, (rows, columns)),
         _rounded(graph, weight, "scales", ["scales", *scheme], tensor.dtype, blocks),
     ]
-    if not symmetric:  # the middle without
+    # Without zero points, the operator takes the middle of the range.
+    if not symmetric:
         points = _rounded(graph, weight, "zero_points", ["zero_points", *scheme], kind, blocks)
         stored.append(points)
     return stored
 
 
 def _look_up(graph: ir.Graph, node: ir.Node, stored: list[ir.Value], block_size: int) -> None:
-    """Replace a ``Gather`` by one of blocks."""
+    """Replace a ``Gather`` by a ``GatherBlockQuantized``."""
     attributes = {"bits": 8, "block_size": block_size, "gather_axis": 0, "quantize_axis": 1}
-    read = [stored[0], node.inputs[1], *stored[1:]]
-    replace(node, [ir.node("GatherBlockQuantized", read, attributes, domain="com.microsoft")])
+    inputs = [stored[0], node.inputs[1], *stored[1:]]
+    replace(node, [ir.node("GatherBlockQuantized", inputs, attributes, domain="com.microsoft")])
     graph.opset_imports.setdefault("com.microsoft", 1)
 
 
@@ -311,7 +330,7 @@ def _rounded(
     dtype: ir.DataType,
     shape: tuple[int, ...],
 ) -> ir.Value:
-    """A part of a weight that is rounded, as an initializer that is computed when it is read."""
+    """Add an initializer for a rounded part of a weight, computed when it is written."""
     source = weight.const_value
     assert source is not None
 

@@ -1,4 +1,4 @@
-"""What methods see of a model: facts before anything is done, the model while it changes, data, and a metric."""
+"""The state of methods: the original and the changed model, data, and a metric."""
 
 from __future__ import annotations
 
@@ -29,35 +29,34 @@ from htp_export.shapes.operator_kinds import dequantizes, quantizes
 
 @dataclass(frozen=True)
 class CalibrationData(Samples):
-    """The inputs of runs, in none of which is NaN.
+    """The inputs of runs; NaN in them is an error.
 
-    Of a ``decoder`` with a key-value cache, a run that has the ids of tokens alone is a prompt,
-    with an empty cache.
+    For a ``decoder`` with a key-value cache, a run with token ids alone is a prompt with an empty
+    cache.
     """
 
     decoder: Decoder | None = None
 
     @classmethod
     def of(cls, data: Data | None, model: ir.Model, **settings: Any) -> CalibrationData:
-        """The runs that a user's data stand for; see `Samples.of`."""
+        """The runs of a user's data; see `Samples.of`."""
         samples = super().of(data, model, **settings)
         assert isinstance(samples, cls)
         try:
             return replace(samples, decoder=Decoder.of(model))
-        except InputError:  # it is none
+        except InputError:  # the model is no decoder
             return samples
 
     def _feed(self, run: Run, name: str) -> Feed:
-        if self.decoder is not None and len(list(self.inputs)) > 1:
-            name = os.fspath(run) if isinstance(run, str | os.PathLike) else name
-            run = arrays_of(run)
-            if isinstance(run, Mapping) and run.keys() == {
-                each.name for each in self.decoder.of_prompts
-            }:
-                [ids] = (
-                    replace(self, inputs=self.decoder.of_prompts)._feed(run, name).arrays.values()
-                )
-                run = self.decoder.first_feed(ids)
+        if self.decoder is None or len(list(self.inputs)) < 2:
+            return super()._feed(run, name)
+        name = os.fspath(run) if isinstance(run, str | os.PathLike) else name
+        run = arrays_of(run)
+        prompt_names = {value.name for value in self.decoder.of_prompts}
+        if isinstance(run, Mapping) and run.keys() == prompt_names:
+            prompts = replace(self, inputs=self.decoder.of_prompts)
+            [ids] = prompts._feed(run, name).arrays.values()
+            run = self.decoder.first_feed(ids)
         return super()._feed(run, name)
 
     def __iter__(self) -> Iterator[Mapping[str, Array]]:
@@ -73,49 +72,53 @@ class CalibrationData(Samples):
 def activations(
     model: ir.Model, name: str, samples: Samples, wanted: Sequence[str]
 ) -> Iterator[Iterator[dict[str, Array]]]:
-    """Run a model on samples, one after another, and give the values of some of its inputs and tensors.
+    """Run a model on samples, one after another, and yield the wanted tensors of each run.
 
-    They are those of the main graph. NaN in one of them is an `InputError`, which has the ``name``
-    of the model.
+    Args:
+        model: The model.
+        name: Its name in errors.
+        samples: The inputs of each run.
+        wanted: Names of inputs and tensors of the main graph.
+
+    Raises:
+        InputError: A tensor has NaN.
     """
-    given = {str(value.name): value.const_value for value in model.graph.inputs}
-    known = [tensor for tensor in wanted if tensor in given]
-    defaults = {
-        tensor: default.numpy() for tensor in known if (default := given[tensor]) is not None
-    }
-    computed = [tensor for tensor in wanted if tensor not in given]
+    defaults: dict[str, Array] = {}  # of inputs that a run may leave out
+    inputs: set[str] = set()
+    names = frozenset(wanted)
+    for value in model.graph.inputs:
+        inputs.add(str(value.name))
+        if value.const_value is not None and value.name in names:
+            defaults[str(value.name)] = value.const_value.numpy()
+    computed = [tensor for tensor in wanted if tensor not in inputs]
+    passed = [tensor for tensor in wanted if tensor in inputs]
 
     def read(run: Callable[[Mapping[str, Array]], dict[str, Array]]) -> Iterator[dict[str, Array]]:
         for number, arrays in enumerate(samples):
-            found = (
-                defaults
-                | {tensor: arrays[tensor] for tensor in known if tensor in arrays}
-                | run(arrays)
-            )
-            for tensor in nan_in(found):
+            fed = {tensor: arrays[tensor] for tensor in passed if tensor in arrays}
+            tensors = {**defaults, **fed, **run(arrays)}
+            for tensor in nan_in(tensors):
                 raise InputError(
                     f"data, run {number}: {name} computes NaN in {tensor!r}; its range is not known"
                 )
-            yield found
+            yield tensors
 
-    opened: Any = (
-        Runner(model, name, SessionSettings()).opened(computed)
-        if computed
-        else nullcontext(lambda _: {})
-    )
+    opened: Any = nullcontext(lambda _: {})
+    if computed:
+        opened = Runner(model, name, SessionSettings()).opened(computed)
     with opened as run:
         yield read(run)
 
 
 def named(node: ir.Node) -> str:
-    """A node in words, with its modules."""
+    """Describe a node for a message: operator, name and modules."""
     owners = ", ".join(repr(path or "(root)") for path in tags.owners_of(node.metadata_props))
-    return (
-        f"{node.op_type} {node.name!r} of {owners}" if owners else f"{node.op_type} {node.name!r}"
-    )
+    node_name = f"{node.op_type} {node.name!r}"
+    return f"{node_name} of {owners}" if owners else node_name
 
 
-_SLACK = 1e-9  # rounding errors of differences between metrics
+_SLACK = 1e-9
+"""Rounding error of the difference of two metrics, by which a drop may exceed ``max_drop``."""
 
 
 def is_packed(kind: ir.TypeProtocol | None) -> bool:
@@ -125,7 +128,7 @@ def is_packed(kind: ir.TypeProtocol | None) -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What methods ask of a model before anything is done to it.
+    """Types of the tensors of a model before it is changed.
 
     Attributes:
         graph: The main graph.
@@ -143,20 +146,18 @@ class Facts:
     def of(cls, tagged: TaggedModel) -> Facts:
         """The facts of a model."""
         graph, types = tagged.model.graph, tagged.inferred
-        values = (
-            value
-            for node in tagged.nodes
-            for value in (*node.inputs, *node.outputs)
-            if value is not None
-        )
-        known = {value: types.type(value) for value in values}
-        dtypes = {
-            value: types.dtype(value)
-            for value, kind in known.items()
-            if isinstance(kind, ir.TensorType)
-        }
-        packed = frozenset(value for value, kind in known.items() if is_packed(kind))
-        return cls(graph, graph.opset_imports.get("", 1), dtypes, packed)
+        dtypes: dict[ir.Value, ir.DataType | None] = {}
+        packed: set[ir.Value] = set()
+        for node in tagged.nodes:
+            for value in (*node.inputs, *node.outputs):
+                if value is None or value in dtypes or value in packed:
+                    continue
+                kind = types.type(value)
+                if isinstance(kind, ir.TensorType):
+                    dtypes[value] = types.dtype(value)
+                elif is_packed(kind):
+                    packed.add(value)
+        return cls(graph, graph.opset_imports.get("", 1), dtypes, frozenset(packed))
 
     def has_floats(self, node: ir.Node) -> bool:
         """Whether the first input and the first output of a node are tensors of 32-bit floats."""
@@ -164,30 +165,31 @@ class Facts:
         return bool(values) and all(self.dtypes.get(value) == ir.DataType.FLOAT for value in values)
 
     def dequantized(self, node: ir.Node) -> list[ir.Value | None]:
-        """What the floats that a node reads are dequantized from; none if it reads others, too, besides a bias."""
-        read = [
-            value
-            for value in node.inputs[:2]
-            if value is not None and self.dtypes.get(value) == ir.DataType.FLOAT
-        ]
-        makers = [
-            maker
-            for value in read
-            if (maker := value.producer()) is not None and dequantizes(maker)
-        ]
-        return [maker.inputs[0] for maker in makers] if len(makers) == len(read) else []
+        """The quantized counterparts of the float factors of a node; empty if one has none.
+
+        A bias, the third input, is ignored.
+        """
+        sources: list[ir.Value | None] = []
+        for value in node.inputs[:2]:
+            if value is None or self.dtypes.get(value) != ir.DataType.FLOAT:
+                continue
+            producer = value.producer()
+            if producer is None or not dequantizes(producer):
+                return []
+            sources.append(producer.inputs[0])
+        return sources
 
     def is_static(self, node: ir.Node) -> bool:
-        """Whether a node has ranges measured ahead: all floats that it reads and makes are integers in between."""
+        """Whether a node is between DequantizeLinear and QuantizeLinear: with measured ranges."""
         if not self.dequantized(node) or node.outputs[0].is_graph_output():
             return False
-        readers = [use.node for use in node.outputs[0].uses()]
-        return bool(readers) and all(map(quantizes, readers))
+        consumers = [use.node for use in node.outputs[0].uses()]
+        return bool(consumers) and all(map(quantizes, consumers))
 
 
 @dataclass(frozen=True)
 class Validation:
-    """A metric, of which larger is better, on validation data; ``name`` is that of the model in errors."""
+    """A metric on validation data, larger is better; ``name`` is the model in errors."""
 
     metric: Metric
     samples: Samples
@@ -201,7 +203,7 @@ class Validation:
 
     @cached_property
     def before(self) -> float:
-        """The metric of the model as it was."""
+        """The metric of the original model."""
         return self.of(self.original)
 
     def of(self, model: ir.Model) -> float:
@@ -209,13 +211,13 @@ class Validation:
         return measured_metric(self.metric, model, self.name, self.feeds)
 
     def with_part(self, model: ir.Model, part: Submodel, made: onnx.ModelProto) -> float:
-        """The metric of a model with what a tool made of a part of it; the model is not changed."""
+        """The metric of a copy of a model in which a part is replaced by the output of a tool."""
         copy = model.clone()
         put_back(copy, in_copy(part, model, copy), model_from_proto(made), Names(copy))
         return self.of(copy)
 
     def budget(self, model: ir.Model, max_drop: float, name: str) -> float:
-        """What is left of the drop that a precision allows after earlier ones; an InputError if nothing is."""
+        """The drop that earlier precisions left of ``max_drop``; an `InputError` for none."""
         left = max_drop - (self.before - self.of(model))
         if left < -_SLACK:
             raise InputError(
@@ -224,7 +226,7 @@ class Validation:
         return max(left, 0.0)
 
     def check(self, model: ir.Model, max_drop: float | None) -> float:
-        """The metric of the model with the whole plan, by which it may fall by ``max_drop`` at most."""
+        """The metric with the whole plan; an `InputError` if it fell by more than ``max_drop``."""
         after = self.of(model)
         if max_drop is not None and not self.before - after <= max_drop + _SLACK:
             raise InputError(
@@ -238,10 +240,10 @@ class Validation:
 
 @dataclass(frozen=True)
 class Left:
-    """A node that a plan gives a precision, and that stays as it is.
+    """A node that was left unchanged although the plan assigns a precision to it.
 
     Attributes:
-        node: The node of the model as it was.
+        node: The node of the original model.
         why: The reason.
         partly: Whether only an input of the node stays.
         failure: The error of the tool, if that is the reason.
@@ -255,14 +257,14 @@ class Left:
 
 @dataclass(frozen=True)
 class Work:
-    """A model that changes, and what it was.
+    """The model that is changed, the original, and the data.
 
     Attributes:
-        changed: The model that changes.
-        original: The model as it was; ranges are measured on it.
-        facts: Of the model as it was.
-        twins: Node of the model that changes → what it is in the model as it was.
-        planned: Node of the model that changes → the precision that the plan gives it.
+        changed: The model that is changed.
+        original: The original; ranges are measured on it.
+        facts: Types of the tensors of the original.
+        twins: Node of the changed model → its counterpart in the original.
+        planned: Node of the changed model → its precision in the plan.
         samples: The user's data, or random inputs.
         name: Name of the model in errors.
         validation: The user's metric; None without one.
@@ -279,34 +281,37 @@ class Work:
 
     @property
     def model(self) -> ir.Model:
-        """The model that changes."""
+        """The model that is changed."""
         return self.changed.model
 
     @cached_property
     def names(self) -> Names:
-        """Its names."""
+        """The names of the changed model."""
         return Names(self.model)
 
     def left(
         self, node: ir.Node, why: str, *, partly: bool = False, failure: Exception | None = None
     ) -> Left:
-        """What stays as it is of a node of the model that changes."""
+        """The record of a node of the changed model that is left."""
         return Left(self.twins[node], why, partly, failure)
 
     def cut_out(self, nodes: Sequence[ir.Node]) -> Submodel:
-        """Nodes of it as a model of their own."""
+        """A copy of nodes of the changed model, as a model of its own."""
         return cut_out(self.model, nodes, self.changed.inferred)
 
     def put_back(self, part: Submodel, made: ir.Model) -> None:
-        """Replace the nodes of a part by what was made of it."""
+        """Replace the nodes of a part by the nodes of ``made``."""
         put_back(self.model, part, made, self.names)
         remove_unused(part.weights.values())
 
     @contextmanager
     def runs(self, part: Submodel) -> Iterator[Iterator[dict[str, Array]]]:
-        """The inputs of a part, by their names inside it, in each run of the data."""
+        """Open the inputs of a part in each run of the data; names are those in the part."""
         in_whole = {name: str(value.name) for name, value in part.inputs.items()}
-        with activations(
-            self.original.model, self.name, self.samples, list(in_whole.values())
-        ) as found:
-            yield ({name: arrays[whole] for name, whole in in_whole.items()} for arrays in found)
+
+        def renamed(arrays: Mapping[str, Array]) -> dict[str, Array]:
+            return {name: arrays[whole] for name, whole in in_whole.items()}
+
+        wanted = list(in_whole.values())
+        with activations(self.original.model, self.name, self.samples, wanted) as tensors:
+            yield map(renamed, tensors)

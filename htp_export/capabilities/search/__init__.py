@@ -1,1 +1,1 @@
-"""``search`` and ``sensitivity``: the error of each module measured, and the plans with the best trade-offs."""
+"""``search`` and ``sensitivity``: errors of single modules, and plans with the best trade-offs."""

@@ -1,4 +1,4 @@
-"""Results of ``sensitivity`` and ``search``, drawn for a terminal or a pipe."""
+"""Results of ``sensitivity`` and ``search`` as tables of a terminal, and as CSV."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK_COLUMNS: tuple[Column[BlockSensitivity], ...] = (
 
 
 def render_sensitivity(result: Sensitivity) -> RenderableType:
-    """The ranking, repeated blocks, and the summary."""
+    """The ranking, the table of repeated blocks, and the summary."""
     columns: list[Column[ModuleSensitivity]] = [MODULE, *drawn_columns(result)]
     parts: list[RenderableType] = [flat_table(columns, result.ranking)]
     if result.blocks:

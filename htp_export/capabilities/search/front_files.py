@@ -1,4 +1,4 @@
-"""What a search leaves: a folder with its front, a picture of it, and for each point a file that makes the model."""
+"""The folder of a search: its front, a picture, and a plan or a pipeline for each point."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,30 +31,41 @@ from htp_export.files.write_file import Move, work_folder
 
 _FRONT, _PICTURE, _PLAN, _STEPS, _PROMPTS = "front.json", "front.svg", "plan", "steps", "prompts"
 
-_WIDTH, _HEIGHT = 720, 440  # of the picture, in pixels
-_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 40, 40, 60  # margins, for the numbers and words of the axes
+_WIDTH, _HEIGHT = 720, 440
+"""The size of the picture in pixels, which fits into the column of a page of text."""
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 40, 40, 60
+"""Its margins, for the numbers and titles of the axes, and the legend."""
+
+_DECADES_DRAWN = 6
+"""Numbers along a logarithmic axis: more would overlap."""
 _COLOURS = {"front": "#1f77b4", "uniform": "#d62728", "sampler": "#999999"}
 _STYLE = "font-family:sans-serif;font-size:12px"
 
 
 def check_plans(folder: Path) -> None:
-    """Refuse a folder that cannot be written, or that holds other files than those of an earlier search."""
+    """Raise an error for a folder that cannot be written, or contains other files."""
     check_folder(folder, "a search", _files_of_earlier(folder).__contains__)
 
 
 def plan_file(number: int, trial: Trial) -> str:
-    """The file of a point of a front: ``plan0.json`` for ``quantize``, or ``steps0.json`` for ``pipeline``."""
+    """The file of a point: ``plan0.json`` for ``quantize``, ``steps0.json`` for ``pipeline``."""
     return f"{_STEPS if trial.prune else _PLAN}{number}.json"
 
 
 def write_plans(
     search: Search, folder: Path, inputs: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Write ``front.json``, ``front.svg`` (with two objectives or more) and a file for each point of the front.
+    """Write ``front.json``, ``front.svg`` (for several objectives) and a file for each point.
 
-    The files are those of `plan_file`, in the order of ``Search.pareto``. Files of an earlier
-    search in the folder are replaced. ``inputs``: the options ``data``, ``dims``, ``shapes`` and
-    ``seed``, with which a pipeline calibrates; random prompts are written, too.
+    Files of an earlier search in the folder are replaced.
+
+    Args:
+        search: The search.
+        folder: The folder. `plan_file` names the files of points, in the order of
+            ``Search.pareto``.
+        inputs: The options ``data``, ``dims``, ``shapes`` and ``seed`` with which the step
+            ``quantize`` of a pipeline calibrates. Random prompts are written, and replace ``data``.
     """
     check_plans(folder)
     earlier = _files_of_earlier(folder)
@@ -63,21 +74,12 @@ def write_plans(
     }
     if prompts:
         inputs = {**inputs, "data": [str(folder / name) for name in prompts]}
-    given = {key: value for key, value in inputs.items() if value}
-    texts = {_FRONT: json.dumps(search.to_dict(), indent=2) + "\n"}
+    texts = {_FRONT: _as_json(search.to_dict())}
     if len(search.objectives) > 1 and search.trials:
         texts[_PICTURE] = front_svg(search)
     for number, trial in enumerate(search.pareto):
-        steps = [  # in which quantizing has inputs
-            {
-                name: {**options, **given} if name == "quantize" else options
-                for name, options in step.items()
-            }
-            for step in trial.steps
-        ]
-        texts[plan_file(number, trial)] = (
-            json.dumps(steps if trial.prune else dict(trial.plan), indent=2) + "\n"
-        )
+        content = _steps_with(inputs, trial) if trial.prune else dict(trial.plan)
+        texts[plan_file(number, trial)] = _as_json(content)
     with named_if_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         names = [*texts, *prompts]
@@ -94,10 +96,25 @@ def write_plans(
             work.commit(moves, lambda: old)
 
 
-def _files_of_earlier(folder: Path) -> set[str]:
-    """The names of the files that an earlier search has written into a folder, as its ``front.json`` tells them.
+def _as_json(content: object) -> str:
+    return json.dumps(content, indent=2) + "\n"
 
-    A plan or steps that were changed since are not among them.
+
+def _steps_with(inputs: Mapping[str, Any], trial: Trial) -> list[dict[str, Any]]:
+    """The steps of a pipeline, with the inputs that calibrate as options of ``quantize``."""
+    given = {key: value for key, value in inputs.items() if value}
+    steps: list[dict[str, Any]] = []
+    for step in trial.steps:
+        if "quantize" in step:
+            step = {**step, "quantize": {**step["quantize"], **given}}
+        steps.append(step)
+    return steps
+
+
+def _files_of_earlier(folder: Path) -> set[str]:
+    """The files that an earlier search wrote into a folder, according to ``front.json``.
+
+    Files that were changed since are not among them.
     """
     try:
         front = read_json(folder / _FRONT, plain=True)
@@ -107,38 +124,42 @@ def _files_of_earlier(folder: Path) -> set[str]:
     if search is None:
         return set()
     known = {_FRONT, _PICTURE}
-    there = {path.name for path in folder.iterdir() if is_plain_file(path)}
+    present = {path.name for path in folder.iterdir() if is_plain_file(path)}
     if not {*search.objectives}.isdisjoint(OF_DECODERS):
-        known |= {name for name in there if re.fullmatch(rf"{_PROMPTS}\d+\.npz", name)}
+        known |= {name for name in present if re.fullmatch(rf"{_PROMPTS}\d+\.npz", name)}
     for number, point in enumerate(front["pareto"]):
-        names = {f"{kind}{number}.json" for kind in (_PLAN, _STEPS)} & there
-        known |= {name for name in names if _makes(folder / name, point)}
-    return known & there
+        for name in (f"{_PLAN}{number}.json", f"{_STEPS}{number}.json"):
+            if name in present and _has_plans_of(folder / name, point):
+                known.add(name)
+    return known & present
 
 
-def _makes(file: Path, point: Any) -> bool:
-    """Whether a file has the plans of a point of a front."""
+def _has_plans_of(file: Path, point: Any) -> bool:
+    """Whether a file contains the plans of a point of a front."""
     try:
         content = read_json(file, plain=True)
         if isinstance(content, dict):
             return bool(content == point["plan"])
-        plans = {name: options["plan"] for step in content for name, options in step.items()}
-        return bool(
-            plans.get("prune") == point["prune"]
-            and plans.get("quantize", point["plan"]) == point["plan"]
-        )
+        plans: dict[str, Any] = {}
+        for step in content:
+            for name, options in step.items():
+                plans[name] = options["plan"]
+        has_plan = plans.get("quantize", point["plan"]) == point["plan"]
+        return bool(has_plan and plans.get("prune") == point["prune"])
     except (InputError, TypeError, KeyError, AttributeError):
         return False
 
 
 def front_svg(search: Search) -> str:
-    """A search with several objectives as an SVG file: the first objective over the second.
+    """A search with several objectives as SVG: the first objective over the second.
 
-    The line is the front in these two; points of the front in all objectives are larger. Each point
-    shows its values and how many modules become what when the pointer is on it. Errors of more than
-    two orders of magnitude have a logarithmic axis; an error of 0 is drawn at its lower end. Plans
-    with values that are not finite are left out. ``data-trial`` of a point is its place among the
-    trials. With one objective, or no measured plan, there is none.
+    The line is the front in these two; points of the front in all objectives are larger. The tooltip
+    of a point shows its values, and the number of modules of each choice. Values of more than two
+    orders of magnitude have a logarithmic axis, with 0 at its lower end. Plans with values that are
+    not finite are left out. The attribute ``data-trial`` of a point is its place among the trials.
+
+    Raises:
+        InputError: The search has one objective, or no measured plan.
 
     Examples:
         >>> trial = Trial(0, {"fc": "int8"}, {"error": 0.01, "size": 100.0}, "front", {})
@@ -149,51 +170,72 @@ def front_svg(search: Search) -> str:
     if len(search.objectives) < 2:
         raise InputError("a front has two objectives; the search has one")
     upward, across = search.objectives[0], search.objectives[1]
-    trials = enumerate(search.trials)
     drawn = {
-        place: each
-        for place, each in trials
-        if math.isfinite(each.values[upward] + each.values[across])
+        place: trial
+        for place, trial in enumerate(search.trials)
+        if math.isfinite(trial.values[upward] + trial.values[across])
     }
     if not drawn:
         raise InputError("there is nothing to draw: no plan was measured")
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    x = _Axis.of([trial.values[across] for trial in drawn.values()], _LEFT, right)
-    y = _Axis.of([trial.values[upward] for trial in drawn.values()], bottom, _TOP)
-    texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
     points = [(trial.values[across], trial.values[upward]) for trial in drawn.values()]
-    signs = [-1 if name in LARGER_IS_BETTER else 1 for name in (across, upward)]
-    # Of the two objectives that are drawn; with a third one, the whole front has further points.
-    front = sorted(
-        points[place]
-        for place in pareto([(one * signs[0], other * signs[1]) for one, other in points])
+    x = _Axis.of([far for far, _ in points], _LEFT, right)
+    y = _Axis.of([high for _, high in points], bottom, _TOP)
+    texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
+    line = " ".join(
+        f"{x.place(far):.1f},{y.place(high):.1f}" for far, high in _front_of(points, across, upward)
     )
-    line = " ".join(f"{x.place(far):.1f},{y.place(high):.1f}" for far, high in front)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_STYLE}">',
         f"<title>{html.escape(search.summary)}</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        *(
-            _tick((at, _TOP, at, bottom), texts[across](tick), at, bottom + 18, "middle")
-            for tick, at in x.ticks
-        ),
-        *(
-            _tick((_LEFT, at, right, at), texts[upward](tick), _LEFT - 8, at + 4, "end")
-            for tick, at in y.ticks
-        ),
+    ]
+    for tick, at in x.ticks:
+        text = texts[across](tick)
+        parts.append(_tick((at, _TOP, at, bottom), text, at, bottom + 18, "middle"))
+    for tick, at in y.ticks:
+        text = texts[upward](tick)
+        parts.append(_tick((_LEFT, at, right, at), text, _LEFT - 8, at + 4, "end"))
+    parts += [
         f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{across}</text>',
         f'<text x="16" y="{_TOP - 16}">{upward}</text>',
         f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>',
-        *(_point(place, trial, search, x, y, texts) for place, trial in drawn.items()),
-        *_legend(),
-        "</svg>",
     ]
+    front = search.front_places
+    for place, trial in drawn.items():
+        center = x.place(trial.values[across]), y.place(trial.values[upward])
+        values = ", ".join(
+            f"{name} {texts[name](trial.values[name])}" for name in search.objectives
+        )
+        parts.append(_point(place, trial, center, values, on_front=place in front))
+    parts += [*_legend(), "</svg>"]
     return "\n".join(parts) + "\n"
+
+
+def _front_of(
+    points: Sequence[tuple[float, float]], across: str, upward: str
+) -> list[tuple[float, float]]:
+    """The points of the front in two objectives, from left to right.
+
+    With a third objective, the front of the search has further points.
+    """
+    sign_x = -1 if across in LARGER_IS_BETTER else 1
+    sign_y = -1 if upward in LARGER_IS_BETTER else 1
+    places = pareto([(far * sign_x, high * sign_y) for far, high in points])
+    return sorted(points[place] for place in places)
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """An axis from the smallest to the largest value, between two places of the picture."""
+    """An axis of the picture.
+
+    Attributes:
+        low: The smallest value.
+        high: The largest value.
+        start: The coordinate of the smallest value, in pixels.
+        end: The coordinate of the largest value.
+        logarithmic: Whether distances are proportional to logarithms.
+    """
 
     low: float
     high: float
@@ -205,28 +247,31 @@ class _Axis:
     def of(cls, values: Sequence[float], start: float, end: float) -> _Axis:
         positive = [value for value in values if value > 0]
         if positive and max(positive) > 100 * min(positive):
+            # room for the points at both ends
             return cls(min(positive) / 2, max(positive) * 1.5, start, end, True)
         low, high = min(values), max(values)
         margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-        return cls(
-            max(low - margin, 0.0) if low >= 0 else low - margin, high + margin, start, end, False
-        )
+        # an axis of sizes, times or shares does not begin below 0
+        least = max(low - margin, 0.0) if low >= 0 else low - margin
+        return cls(least, high + margin, start, end, False)
 
     def place(self, value: float) -> float:
-        share = (
-            math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
-            if self.logarithmic
-            else (value - self.low) / (self.high - self.low)
-        )
+        """The coordinate of a value, in pixels."""
+        if self.logarithmic:
+            share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
     @property
     def ticks(self) -> list[tuple[float, float]]:
-        """Numbers along the axis, and their places."""
-        numbers = [self.low + (self.high - self.low) * share / 5 for share in range(6)]
+        """Numbers along the axis, and their coordinates."""
         if self.logarithmic:
             first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            numbers = [10.0**power for power in range(first, last + 1, max(1, (last - first) // 6))]
+            step = max(1, (last - first) // _DECADES_DRAWN)
+            numbers = [10.0**power for power in range(first, last + 1, step)]
+        else:
+            numbers = [self.low + (self.high - self.low) * share / 5 for share in range(6)]
         return [(number, self.place(number)) for number in numbers]
 
 
@@ -242,18 +287,12 @@ def _tick(
 
 
 def _point(
-    number: int,
-    trial: Trial,
-    search: Search,
-    x: _Axis,
-    y: _Axis,
-    texts: dict[str, Callable[[float], str]],
+    number: int, trial: Trial, at: tuple[float, float], values: str, *, on_front: bool
 ) -> str:
-    upward, across = search.objectives[0], search.objectives[1]
-    values = ", ".join(f"{name} {texts[name](trial.values[name])}" for name in search.objectives)
+    """A trial as a circle, with a tooltip."""
     title = html.escape(f"{trial.name}: {values}; {trial.counted}")
-    place = f'cx="{x.place(trial.values[across]):.1f}" cy="{y.place(trial.values[upward]):.1f}"'
-    radius, opacity = (5, 1) if trial in search.pareto else (3.5, 0.5)
+    place = f'cx="{at[0]:.1f}" cy="{at[1]:.1f}"'
+    radius, opacity = (5, 1) if on_front else (3.5, 0.5)
     looks = f'r="{radius}" fill="{_COLOURS[trial.origin]}" opacity="{opacity}"'
     return f'<circle data-trial="{number}" {place} {looks}><title>{title}</title></circle>'
 

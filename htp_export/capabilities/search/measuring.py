@@ -1,10 +1,11 @@
-"""What plans do to a model: pruned, quantized, run on the data, and compared with the original."""
+"""Measure plans: prune and quantize a model, run it, and compare it with the original."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,26 +42,29 @@ Pruning: TypeAlias = "Mapping[str, Sparsity]"
 
 _NOTHING: Pruning = MappingProxyType({})
 _NOISY = ("error", "latency_ms", "metric", "tokens", "time_ms")
-_PAIRS = 4  # at least, of loops that generate tokens
+"""The numbers of a measurement that may differ when it is repeated."""
+
+_PAIRS = 4
+"""The smallest number of timed loops of token generation: fewer have no stable median."""
 
 
 @dataclass(frozen=True)
 class Measurement(Deviation):
-    """What was measured of a model.
+    """The measured numbers of a model.
 
     Attributes:
         bytes: Size of all tensors of the model.
-        latency_ms: Median time of a run; None if it was not measured. Runs alternate with the
-            original's, and it is the original's time, multiplied by the ratio of both, so that the
+        latency_ms: Median time of a run; None if it was not measured. Runs of both models
+            alternate, and the time is that of the original times the ratio of both, so that the
             load of the machine cancels.
-        metric: The user's number; None without one.
-        tokens: Share of greedy tokens that are the original's, if the model goes on with the
-            original's; None without such tokens. Then the deviation is that of the logits, ``kl``
-            the mean over tokens.
-        time_ms: Time of the loop that generates them, a prompt, alternated in the same way; None if
-            not measured.
+        metric: The user's metric; None without one.
+        tokens: Share of greedy tokens that equal the original's, when each continues the tokens of
+            the original; None if no tokens are generated. With tokens, the deviation is that of
+            the logits, and ``kl`` the mean over tokens.
+        time_ms: Time of the loop that generates the tokens of a prompt, measured as ``latency_ms``;
+            None if it was not measured.
         nonzeros: Elements of the weights, as ``prune`` counts them, that are neither zero nor
-            removed, before they are quantized; None in what was measured by an earlier version.
+            removed, before they are quantized; None in measurements of an earlier version.
         spread: Name of a number → half the range of its values, if it is the median of several
             measurements.
     """
@@ -75,36 +79,37 @@ class Measurement(Deviation):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
-        """The numbers from `to_dict`."""
-        numbers: dict[str, Any] = {
-            k: float(value) if isinstance(value, str) else value for k, value in data.items()
-        }
+        """The inverse of `to_dict`, in which infinity and NaN are text."""
+        numbers: dict[str, Any] = dict(data)
+        for name, value in data.items():
+            if isinstance(value, str):
+                numbers[name] = float(value)
         return cls(**numbers)
 
     @classmethod
     def median(cls, measured: Sequence[Measurement]) -> Measurement:
-        """Several measurements of one model as one: medians, and the spread of what differs.
+        """Combine measurements of one model: the median of each number, and spreads.
 
         Examples:
             >>> found = Measurement.median([Measurement(0.1, 10.0, 0.9, time_ms=time) for time in (3.0, 5.0, 4.0)])
             >>> found.time_ms, found.spread
             (4.0, {'time_ms': 1.0})
         """
-        found, spread = dict(vars(measured[0])), {}
+        numbers = dict(vars(measured[0]))
+        spread: dict[str, float] = {}
         for name in _NOISY:
-            values = [value for each in measured if (value := getattr(each, name)) is not None]
+            all_values = [getattr(measurement, name) for measurement in measured]
+            values = [value for value in all_values if value is not None]
             if values and min(values) < max(values):
-                found[name], spread[name] = (
-                    statistics.median(values),
-                    (max(values) - min(values)) / 2,
-                )
-        return cls(**{**found, "spread": spread})
+                numbers[name] = statistics.median(values)
+                spread[name] = (max(values) - min(values)) / 2
+        return cls(**{**numbers, "spread": spread})
 
 
 def digest_of(
     model: ir.Model, feeds: Iterable[Mapping[str, Array]], settings: Sequence[Any] = ()
 ) -> str:
-    """What the results of runs depend on, as a digest: the model, its inputs, settings."""
+    """A digest of all that results of runs depend on: the model, its inputs, and settings."""
     digest = hashlib.sha256(repr((content_hash(model), settings)).encode())
     for feed in feeds:
         for name, array in feed.items():
@@ -115,7 +120,7 @@ def digest_of(
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of a decoder, ids of tokens ``[batch, length]`` each, and how many tokens follow."""
+    """Prompts of a decoder: token ids ``[batch, length]``, and the number of new tokens."""
 
     decoder: Decoder
     ids: Sequence[Array]
@@ -124,24 +129,32 @@ class Prompts:
 
     @property
     def feeds(self) -> list[dict[str, Array]]:
-        """Input name → ids, for each prompt, as data of the decoder have them."""
-        [given] = self.decoder.of_prompts
-        return [{given.name: ids} for ids in self.ids]
+        """Input name → ids, for each prompt: the data of the decoder."""
+        [prompt_input] = self.decoder.of_prompts
+        return [{prompt_input.name: ids} for ids in self.ids]
 
 
 _Ran: TypeAlias = tuple[list[dict[str, Array]], float | None]
-"""What a model computed: its outputs in each run, and the time in ms of what was timed."""
+"""The outputs of a model in each run, and the measured time in ms."""
 
 
 @dataclass(eq=False)
 class Measurer:
-    """Measures plans for one model, without functions, on one set of data; the original runs once.
+    """Measures plans for one model on one set of data; the original runs once.
 
-    ``samples`` are compared, and calibrate unless ``calibration`` does. ``runs`` are timed, after
-    some to warm up; 0 for no times. ``results`` is a file of finished runs, a journal of Optuna.
-    ``finished`` may be replaced before anything is measured, by what shares runs with other
-    processes. `measure` measures ``repeats`` times, if not 0. With ``prompts``, the outputs are the
-    logits of the tokens that a decoder generates, and ``samples`` calibrate.
+    ``finished`` may be replaced before the first measurement, to share runs with other processes.
+
+    Attributes:
+        tagged: The model, without functions.
+        samples: The inputs of the runs that are compared. They calibrate, too, without
+            ``calibration``.
+        metric: The user's metric; None without one.
+        runs: Number of timed runs, after some to warm up; 0 for no times.
+        settings: The settings of sessions.
+        results: A file of finished runs, a journal of Optuna; None to keep them in memory.
+        calibration: Inputs for calibration; None for ``samples``.
+        prompts: With these, the outputs are the logits of the tokens that a decoder generates.
+        repeats: How often `measure` measures a plan, for medians; 0 for once.
     """
 
     tagged: TaggedModel
@@ -161,46 +174,44 @@ class Measurer:
 
     @cached_property
     def _calibration(self) -> Data | None:
-        """The data that calibrate, for each plan anew."""
+        """The calibration data, which can be iterated for each plan."""
         return repeatable(self.calibration)
 
     @cached_property
     def finished(self) -> KeptRuns:
-        """The runs that are done."""
+        """The measurements of finished runs."""
         if self.results is None:
             return KeptRuns()
-        settings = (
-            getattr(self.metric, "__qualname__", None),
-            self.runs,
-            *(["in turn"] if self.runs else ()),
-        )
-        return KeptRuns(
-            open_study(
-                self.results, digest_of(self.tagged.model, self.feeds, settings), ["minimize"]
-            )
-        )
+        settings = [getattr(self.metric, "__qualname__", None), self.runs]
+        if self.runs:
+            # In earlier versions, timed runs did not alternate with the original.
+            settings.append("in turn")
+        name = digest_of(self.tagged.model, self.feeds, tuple(settings))
+        return KeptRuns(open_study(self.results, name, ["minimize"]))
 
     @cached_property
     def expected(self) -> list[dict[str, Array]]:
-        """The outputs of the original, for each of the inputs."""
+        """The outputs of the original, for each run."""
         outputs = self._run(self.tagged, 0)[0] if self.prompts is None else self._of_prompts
         for number, run in enumerate(outputs):
             for name in nan_in(run):
                 if np.isnan(run[name]).all():
-                    what = f"output {name!r} of the model is NaN; errors of it are not known"
-                    raise InputError(f"data, run {number}: {what}")
+                    problem = f"output {name!r} of the model is NaN; errors of it are not known"
+                    raise InputError(f"data, run {number}: {problem}")
         return outputs
 
     @property
     def remarks(self) -> list[str]:
-        """What errors do not tell: outputs of the original of which elements are NaN."""
-        found = [(number, name) for number, run in enumerate(self.expected) for name in nan_in(run)]
-        counts = "of the model has NaN, which counts as no error"
-        return [f"data, run {number}: output {name!r} {counts}" for number, name in found[:1]]
+        """A note on the first output of the original with NaN, which errors do not include."""
+        for number, run in enumerate(self.expected):
+            for name in nan_in(run):
+                problem = f"output {name!r} of the model has NaN, which counts as no error"
+                return [f"data, run {number}: {problem}"]
+        return []
 
     @cached_property
     def original(self) -> Measurement:
-        """The original, measured as if it were quantized."""
+        """The original, measured in the same way as a quantized model."""
         return self._kept("", lambda: self._measured(self.tagged, self._nonzeros, beside=False))
 
     @cached_property
@@ -213,7 +224,7 @@ class Measurer:
     def measure(
         self, plan: Plan, pruning: Pruning = _NOTHING, *, made: TaggedModel | None = None
     ) -> Measurement:
-        """Prune and quantize a model by plans, and run it; ``made``: what `quantized` made of it already."""
+        """Measure the model with plans; ``made``: the result of `quantized`, if known."""
         if self.repeats:
             return self.again(plan, pruning, self.repeats, made=made)
         return self._kept(
@@ -223,32 +234,34 @@ class Measurer:
     def again(
         self, plan: Plan, pruning: Pruning, repeats: int, *, made: TaggedModel | None = None
     ) -> Measurement:
-        """Measure what plans make several times: medians, and their spread."""
+        """Measure the model with plans several times: medians, and their spread."""
+        # made once, and only if a measurement is not known already
         model = functools.cache(lambda: self._made(plan, pruning, made))
         key = key_of(plan, pruning)
-        return Measurement.median(
-            [
-                self._kept(f"{key} again {number}", lambda: self._measured(*model()))
-                for number in range(repeats)
-            ]
-        )
+        measured: list[Measurement] = []
+        for number in range(repeats):
+            kept = self._kept(f"{key} again {number}", lambda: self._measured(*model()))
+            measured.append(kept)
+        return Measurement.median(measured)
 
     def quantized(self, plan: Plan, tagged: TaggedModel | None = None) -> TaggedModel:
-        """The model, or what was made of it, quantized by a plan, in memory."""
+        """Quantize the model, or a pruned copy ``tagged``, by a plan, in memory."""
         from htp_export.capabilities.quantize.quantizing import quantize
 
         data = self.feeds if self.calibration is None else self._calibration
+        # A metric is an error for plans without max_drop.
         drops = any(precision.max_drop is not None for precision in plan.values())
         checked: dict[str, Any] = {"metric": self.metric, "validation": self.feeds} if drops else {}
         result = quantize(tagged or self.tagged, dict(plan), data=data, **checked)
-        if result.kept and not result.operators:  # it is not what the plan says
+        if result.kept and not result.operators:
+            # It is the original: its error of 0 would be that of the plan.
             raise InputError(f"nothing changes: {result.kept[0].reason}")
         return result.tagged
 
     def _made(
         self, plan: Plan, pruning: Pruning, made: TaggedModel | None
     ) -> tuple[TaggedModel, int]:
-        """What plans make of the model, if it is not made, and the elements of its weights that are not zero."""
+        """The model with plans applied, and the number of nonzero elements of its weights."""
         from htp_export.capabilities.prune.pruning import prune
 
         tagged, nonzeros = self.tagged, self._nonzeros
@@ -256,46 +269,50 @@ class Measurer:
             pruned = prune(tagged, pruning)
             whole = pruned.modules[""]
             tagged, nonzeros = pruned.tagged, whole.weights_after - whole.zeros_after
+        # Without a change by the plan, the pruned model itself is measured.
         if made is None and not all(precision.is_kept for precision in plan.values()):
             made = self.quantized(plan, tagged)
         return made or tagged, nonzeros
 
-    def _kept(self, key: str, make: Callable[[], Measurement]) -> Measurement:
+    def _kept(self, key: str, measure: Callable[[], Measurement]) -> Measurement:
+        """The finished measurement with a key, or a new one, which is kept."""
         known = self.finished.get(key)
         if known is not None:
             return Measurement.from_dict(known)
-        measured = make()
+        measured = measure()
         self.finished.add(key, measured.to_dict())
         return measured
 
     def _measured(
         self, tagged: TaggedModel, nonzeros: int | None = None, *, beside: bool = True
     ) -> Measurement:
-        """What is measured of a model; times ``beside`` the original, or, of the original itself, alone."""
-        wanted, is_loop = self.expected, self.prompts is not None
-        outputs, ms = (
-            self._generated(tagged, beside) if is_loop else self._run(tagged, self.runs, beside)
-        )
-        number = None if self.metric is None else metric_value(self.metric, outputs)
-        errors, same = OutputErrors(), []
-        for expected, actual in zip(wanted, outputs, strict=True):
+        """Measure a model; ``beside``: whether timed runs alternate with the original."""
+        references, is_loop = self.expected, self.prompts is not None
+        if is_loop:
+            outputs, ms = self._generated(tagged, beside)
+        else:
+            outputs, ms = self._run(tagged, self.runs, beside)
+        metric = None if self.metric is None else metric_value(self.metric, outputs)
+        errors = OutputErrors()
+        agreements: list[Any] = []  # of the tokens of each prompt
+        for expected, actual in zip(references, outputs, strict=True):
             errors.add(expected, actual)
             if is_loop:
-                [(one, other)] = zip(expected.values(), actual.values(), strict=True)
-                same.append(np.mean(one.argmax(-1) == other.argmax(-1)))
+                tokens = expected["logits"].argmax(-1)
+                agreements.append(np.mean(tokens == actual["logits"].argmax(-1)))
         return Measurement(
             **vars(errors.result()),
             bytes=sum(slot.tensor.nbytes for slot in slots(tagged.model)),
             latency_ms=None if is_loop else ms,
-            metric=number,
+            metric=metric,
             nonzeros=nonzeros,
-            tokens=float(np.mean(same)) if same else None,
+            tokens=float(np.mean(agreements)) if agreements else None,
             time_ms=ms if is_loop else None,
         )
 
     @cached_property
     def _of_prompts(self) -> list[dict[str, Array]]:
-        """The logits of the tokens that follow each prompt by the original."""
+        """The logits of the tokens that the original generates after each prompt."""
         assert self.prompts is not None
         with temporary_folder() as folder:
             loop = self.prompts.decoder
@@ -306,39 +323,46 @@ class Measurer:
             ]
 
     def _generated(self, tagged: TaggedModel, beside: bool) -> _Ran:
-        """The logits of the same tokens after each prompt, and the mean time of the loop of a prompt."""
+        """The logits of the original's tokens after each prompt, and the time of a loop."""
         assert self.prompts is not None
         loop, count, prompts = self.prompts.decoder, self.prompts.new_tokens, self.prompts.ids
-        following = [each["logits"].argmax(-1) for each in self.expected]
+        timed = self.prompts.timed
+        outputs: list[dict[str, Array]] = []
+        times: list[list[float]] = []
         with temporary_folder() as folder:
             sessions = [self._session(tagged, folder)]
-            if beside and self.prompts.timed:
+            if beside and timed:
                 sessions.append(self._session(self.tagged, folder))
             for session in sessions:
                 loop.generate(session, prompts[0], 2)  # to warm up
-            rounds = -(-_PAIRS // len(prompts)) if self.prompts.timed else 1
-            made = [
-                [loop.generate(session, ids, count, tokens) for session in sessions]
-                for _ in range(rounds)
-                for ids, tokens in zip(prompts, following, strict=True)
-            ]
-        outputs = [{"logits": each[0].logits} for each in made[: len(prompts)]]
-        times = [[each.ms for each in pair] for pair in made]
-        return outputs, self._ms(times, "time_ms") if self.prompts.timed else None
+            rounds = math.ceil(_PAIRS / len(prompts)) if timed else 1
+            for number in range(rounds):
+                for ids, expected in zip(prompts, self.expected, strict=True):
+                    tokens = expected["logits"].argmax(-1)
+                    loops = [loop.generate(session, ids, count, tokens) for session in sessions]
+                    times.append([generated.ms for generated in loops])
+                    if number == 0:
+                        outputs.append({"logits": loops[0].logits})
+        return outputs, self._ms(times, "time_ms") if timed else None
 
     def _ms(self, times: Sequence[Sequence[float]], name: str) -> float:
-        """The median of times; of those beside times of the original, its time, multiplied by the median ratio."""
+        """The median time of runs, or, beside the original, its time times the median ratio.
+
+        Args:
+            times: For each run, the time of the model, and of the original if it ran beside it.
+            name: The field of the original's measurement.
+        """
         if len(times[0]) == 1:
             return statistics.median(alone for [alone] in times)
-        whole: float = getattr(self.original, name)
-        return whole * statistics.median(time / other for time, other in times)
+        original_ms: float = getattr(self.original, name)
+        return original_ms * statistics.median(time / other for time, other in times)
 
     def _session(self, tagged: TaggedModel, folder: Path) -> Session:
         name = tagged.hierarchy.root.simple_class or "model"
         return Session(RunnableModel.of(tagged.model, name, folder), self.settings)
 
     def _run(self, tagged: TaggedModel, runs: int, beside: bool = False) -> _Ran:
-        """The outputs for each of the inputs, and the median time of further runs on the first ones."""
+        """The outputs for each run, and the median time of further runs on the first inputs."""
         with temporary_folder() as folder:
             name = tagged.hierarchy.root.simple_class or "model"
             runnable = RunnableModel.of(tagged.model, name, folder)
@@ -353,7 +377,7 @@ class Measurer:
 
 
 def check_repeats(repeats: int) -> None:
-    """Refuse a number of measurements that has no spread."""
+    """Raise an `InputError` for a number of measurements without a spread."""
     check_whole("repeats", repeats, 0, MOST_RUNS)
     if repeats == 1:
         raise InputError(
@@ -362,10 +386,8 @@ def check_repeats(repeats: int) -> None:
 
 
 def key_of(plan: Plan, pruning: Pruning = _NOTHING) -> str:
-    """Plans as text that is the same in every process."""
-    removed = (
-        json.dumps({selector: str(value) for selector, value in pruning.items()}) if pruning else ""
-    )
-    return removed + json.dumps(
-        {selector: vars(precision) for selector, precision in plan.items()}, default=str
-    )
+    """Plans as text, which is the same in every process."""
+    removed = {selector: str(value) for selector, value in pruning.items()}
+    precisions = {selector: vars(precision) for selector, precision in plan.items()}
+    prefix = json.dumps(removed) if removed else ""
+    return prefix + json.dumps(precisions, default=str)

@@ -1,4 +1,4 @@
-"""How far the outputs of a quantized model are from those of the original: SQNR, cosine, KL divergence."""
+"""The error of the outputs of a model against the original: SQNR, cosine, KL divergence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from htp_export.reporting.result import PlainData
 from htp_export.runtime.arrays import Array, arrays_in
 
-_PROBABILITY_SLACK = 1e-3  # sums of fp16 probabilities are not nearer to 1
+_PROBABILITY_SLACK = 1e-3
+"""The deviation of a sum of probabilities from 1, for which a row in fp16 is accepted."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,10 @@ class Deviation(PlainData):
 
     Attributes:
         error: Power of the error divided by the power of the expected values, the mean over the
-            outputs: 0 where they are equal. Errors of modules that are quantized alone add up, as
-            far as they are independent.
-        sqnr_db: The same in decibels, ``-10 * log10(error)``: larger is better, infinite where they
-            are equal.
+            outputs; 0 for equal outputs. Errors of single quantized modules add up, as far as they
+            are independent.
+        sqnr_db: The same in decibels, ``-10 * log10(error)``: larger is better, infinite for equal
+            outputs.
         cosine: The smallest cosine of the angle between an output and its expected values.
         kl: The largest KL divergence of an output, in nats, from its expected values: the mean over
             rows of its last dimension. Rows that are no probabilities go through a softmax. None if
@@ -38,7 +39,7 @@ class Deviation(PlainData):
 
 
 class OutputErrors:
-    """Sums of the errors of outputs, sample by sample; outputs of floats count, others only if there are none.
+    """Accumulates errors of outputs, sample by sample; integers count only without floats.
 
     Examples:
         >>> errors = OutputErrors()
@@ -52,32 +53,31 @@ class OutputErrors:
 
     def add(self, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
         """Add the outputs of one sample: name → array, or a sequence of arrays."""
-        wanted, found = arrays_in(expected), arrays_in(actual)
-        floats = {name: array for name, array in wanted.items() if _is_float(array)}
-        for name, array in (floats or wanted).items():
-            self._sums.setdefault(name, _OutputSums()).add(array, found[name])
+        references, outputs = arrays_in(expected), arrays_in(actual)
+        floats = {name: array for name, array in references.items() if _is_float(array)}
+        for name, array in (floats or references).items():
+            self._sums.setdefault(name, _OutputSums()).add(array, outputs[name])
 
     def result(self) -> Deviation:
         """The error over all samples."""
         sums = list(self._sums.values())
         if not sums:
             return Deviation(0.0, math.inf, 1.0)
-        error = math.fsum(each.relative for each in sums) / len(sums)
-        divergences = [each.divergence / each.rows for each in sums if each.rows]
-        decibels = (
-            math.inf
-            if error == 0
-            else -10 * math.log10(error)
-            if math.isfinite(error)
-            else -math.inf
-        )
-        return Deviation(
-            error, decibels, min(each.cosine for each in sums), max(divergences, default=None)
-        )
+        error = math.fsum(output.relative for output in sums) / len(sums)
+        cosine = min(output.cosine for output in sums)
+        divergences = [output.divergence / output.rows for output in sums if output.rows]
+        return Deviation(error, _decibels(error), cosine, max(divergences, default=None))
+
+
+def _decibels(error: float) -> float:
+    """The signal-to-noise ratio of a relative error."""
+    if error == 0:
+        return math.inf
+    return -10 * math.log10(error) if math.isfinite(error) else -math.inf
 
 
 class _OutputSums:
-    """The sums of one output."""
+    """The sums of squares and products of one output, over all samples."""
 
     def __init__(self) -> None:
         self._signal = self._noise = self._other = self._dot = 0.0
@@ -88,34 +88,39 @@ class _OutputSums:
             self._noise += float(np.count_nonzero(expected != actual))
             self._signal += expected.size
             return
-        wanted, found = expected.astype(np.float64), actual.astype(np.float64)
-        fit = np.isfinite(wanted)  # masks may be -inf in both
-        same = ~fit & ((wanted == found) | (np.isnan(wanted) & np.isnan(found)))
-        if not (fit | same).all() or not np.isfinite(found[fit]).all():
+        reference, output = expected.astype(np.float64), actual.astype(np.float64)
+        # Elements that are not finite, as -inf in masks, must be the same in both.
+        finite = np.isfinite(reference)
+        both_nan = np.isnan(reference) & np.isnan(output)
+        same = ~finite & ((reference == output) | both_nan)
+        if not (finite | same).all() or not np.isfinite(output[finite]).all():
             self._noise = math.inf
             return
-        one, other = wanted[fit], found[fit]
+        one, other = reference[finite], output[finite]
         self._noise += float(np.square(one - other).sum())
         self._signal += float(np.square(one).sum())
         self._other += float(np.square(other).sum())
         self._dot += float((one * other).sum())
-        if wanted.ndim and wanted.shape[-1] > 1 and fit.all():
-            rows = wanted.shape[:-1]
-            self.divergence += float(_divergence(wanted, found).sum())
-            self.rows += math.prod(rows)
+        if reference.ndim and reference.shape[-1] > 1 and finite.all():
+            self.divergence += float(_divergence(reference, output).sum())
+            self.rows += math.prod(reference.shape[:-1])
 
     @property
     def relative(self) -> float:
+        """The power of the error divided by that of the expected values."""
         if self._noise == 0:
             return 0.0
         return self._noise / self._signal if self._signal else math.inf
 
     @property
     def cosine(self) -> float:
+        """The cosine between the outputs of both models; -1 if an output is not finite."""
         if not math.isfinite(self._noise):
             return -1.0
         lengths = math.sqrt(self._signal * self._other)
-        return min(1.0, self._dot / lengths) if lengths else (1.0 if self._noise == 0 else 0.0)
+        if not lengths:
+            return 1.0 if self._noise == 0 else 0.0
+        return min(1.0, self._dot / lengths)
 
 
 def _is_float(array: Array) -> bool:
@@ -124,11 +129,13 @@ def _is_float(array: Array) -> bool:
 
 def _divergence(expected: Array, actual: Array) -> Array:
     """The KL divergence of each row of the last dimension."""
-    wanted, found = _log_probabilities(expected), _log_probabilities(actual)
-    return np.asarray((np.exp(wanted) * (wanted - found)).sum(axis=-1).clip(min=0.0))
+    reference, output = _log_probabilities(expected), _log_probabilities(actual)
+    divergence = (np.exp(reference) * (reference - output)).sum(axis=-1)
+    return np.asarray(divergence.clip(min=0.0))
 
 
 def _log_probabilities(rows: Array) -> Array:
+    """The logarithms of rows of probabilities; other rows go through a softmax."""
     sums = rows.sum(axis=-1)
     if (rows >= 0).all() and np.abs(sums - 1).max(initial=0.0) < _PROBABILITY_SLACK:
         return np.asarray(np.log(rows.clip(min=np.finfo(np.float64).tiny)))

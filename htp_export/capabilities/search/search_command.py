@@ -49,11 +49,13 @@ def search_command(
     runs_on: DataOptions,
     space: Annotated[
         Path | None,
-        typer.Argument(help="A .yaml or .json file: for each selector, what modules may become."),
+        typer.Argument(
+            help="A .yaml or .json file: for each selector, the choices of its modules."
+        ),
     ] = None,
     choices: Annotated[
         list[str] | None,
-        "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8 (auto,fp32).",
+        "By comma: the choices of every module: precisions, values of prune, or both, as 2:4+int8 (auto,fp32).",
     ] = None,
     objective: Annotated[
         list[str] | None, typer.Option("--objective", "--objectives", help=_OBJECTIVES)
@@ -96,7 +98,7 @@ def search_command(
 
     names = split_names(choices) or ["auto", "fp32"]
     if space is not None and choices:
-        raise typer.BadParameter("give a file of selector → what modules may become, or --choices")
+        raise typer.BadParameter("give a file of selector → choices of modules, or --choices")
     if output is not None:
         check_plans(output)
     inputs = {**runs_on.keywords, "seed": seed}
@@ -146,7 +148,7 @@ def _show_stopped(
     storage: str | None,
     trials: int,
 ) -> None:
-    """Write the front so far, and say how to go on."""
+    """Write the front so far, and print how to continue."""
     from htp_export.capabilities.search.front_files import write_plans
     from htp_export.capabilities.search.search_results import SearchInterrupted
 

@@ -1,4 +1,4 @@
-"""Plans that a search measured, the Pareto front of them, and both read back from what its command wrote."""
+"""The result of a search: measured plans and their Pareto front, also from ``front.json``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from htp_export.runtime.arrays import Array
 
 OBJECTIVES = ("error", "size", "latency", "metric", "nonzeros", "tokens", "time")
 OF_DECODERS = ("tokens", "time")
-"""Objectives of which the loop that generates tokens is run."""
+"""Objectives that run the loop of token generation."""
 LARGER_IS_BETTER = ("metric", "tokens")
 ORIGINS = ("front", "uniform", "sampler")
 _KEPT = "fp32"
@@ -24,16 +24,16 @@ _KEPT = "fp32"
 
 @dataclass(frozen=True)
 class Trial(PlainData):
-    """One measured plan.
+    """A measured plan.
 
     Attributes:
-        number: Its number in the study; None for the same choice in the whole model.
+        number: Its number in the study; None for the whole model with one choice.
         plan: Selector → name of a precision, or a mapping of its fields: a plan for ``quantize``.
         values: Objective → value: ``error``, ``size`` in bytes, ``latency`` in ms, ``metric``,
             ``nonzeros``, ``tokens``, a share, and ``time`` in ms.
-        origin: ``front`` of the additive problem, ``uniform``, or ``sampler``.
-        measured: All that was measured, as plain data.
-        prune: Selector → what is removed before: a plan for ``prune``; empty if nothing is.
+        origin: ``front`` for the front of the sums, ``uniform``, or ``sampler``.
+        measured: The whole measurement, as plain data.
+        prune: Selector → sparsity, applied before: a plan for ``prune``; empty without pruning.
         spread: Objective → half the range of its values, if it is the median of repeated
             measurements that differ.
     """
@@ -48,36 +48,33 @@ class Trial(PlainData):
 
     @property
     def name(self) -> str:
-        """What it is called in pictures and pages."""
+        """Its name in pictures and pages."""
         return "whole model" if self.number is None else f"trial {self.number}"
 
     @property
     def choices(self) -> dict[str, str]:
-        """Selector → what becomes of the modules, in words: ``int8``, ``2:4+int8``, ``drop``."""
-        named = {
-            path: value if isinstance(value, str) else value["precision"]
-            for path, value in self.plan.items()
-        }
-        found = {}
+        """Selector → name of the choice: ``int8``, ``2:4+int8``, ``drop``."""
+        choices: dict[str, str] = {}
         for path in dict.fromkeys((*self.prune, *self.plan)):
-            precision = named.get(path, _KEPT)
-            found[path] = precision
-            if path in self.prune:
-                found[path] = (
-                    self.prune[path] if precision == _KEPT else f"{self.prune[path]}+{precision}"
-                )
-        return found
+            value = self.plan.get(path, _KEPT)
+            precision = value if isinstance(value, str) else value["precision"]
+            if path not in self.prune:
+                choices[path] = precision
+            elif precision == _KEPT:
+                choices[path] = self.prune[path]
+            else:
+                choices[path] = f"{self.prune[path]}+{precision}"
+        return choices
 
     @property
     def counted(self) -> str:
-        """How many modules become what."""
-        return ", ".join(
-            f"{count} {name}" for name, count in Counter(self.choices.values()).most_common()
-        )
+        """The number of modules of each choice."""
+        counts = Counter(self.choices.values()).most_common()
+        return ", ".join(f"{count} {name}" for name, count in counts)
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """What makes the model, as steps of ``pipeline``."""
+        """The steps of ``pipeline`` that apply the plan."""
         kept = all(value == _KEPT for value in self.plan.values())
         plans = {"prune": dict(self.prune), "quantize": {} if kept else dict(self.plan)}
         return [{step: {"plan": plan}} for step, plan in plans.items() if plan]
@@ -88,17 +85,17 @@ class Search(Result):
     """The result of `search`.
 
     Attributes:
-        objectives: The objectives, in the order in which they were given.
-        trials: The measured plans: those of the study in their order, then those of one choice for
-            the whole model.
+        objectives: The objectives, in the order of the argument.
+        trials: The measured plans: first those of the study in its order, then the whole model with
+            each choice.
         failed: Number of trials that could not be measured.
-        modules: Module path → what it may become.
+        modules: Module path → names of its choices.
         predicted: Points of the front of the additive problem: the first objective of ``size``,
             ``latency``, ``time`` and ``nonzeros``, and error, as sums over modules.
         exact: Whether these are all points of that front.
         notes: Remarks on the data, and on choices that modules cannot have, a line each.
         tags: The tags of the model.
-        prompts: The inputs of a decoder where they are random: input name → ids, for each run.
+        prompts: Random inputs of a decoder: input name → ids, for each run; empty with data.
     """
 
     derived = ("summary", "pareto")
@@ -115,10 +112,10 @@ class Search(Result):
 
     @property
     def pareto(self) -> tuple[Trial, ...]:
-        """The trials that no other trial is ahead of, by the last objective.
+        """The trials that no other trial dominates, sorted by the last objective.
 
-        A trial is ahead of another one if it is worse in no objective, and better in one: if their
-        values have a spread, by more than the larger of the two.
+        A trial dominates another one if it is worse in no objective and better in at least one; if
+        values have a spread, better by more than the larger spread of the two.
         """
         best = [self.trials[place] for place in sorted(self.front_places)]
         return tuple(sorted(best, key=lambda trial: self._signed(trial, self.objectives[-1])))
@@ -126,13 +123,15 @@ class Search(Result):
     @property
     def front_places(self) -> set[int]:
         """The places of these trials in `trials`."""
-        points = [[self._signed(trial, name) for name in self.objectives] for trial in self.trials]
-        spreads = [
-            [trial.spread.get(name, 0.0) for name in self.objectives] for trial in self.trials
-        ]
+        points: list[list[float]] = []
+        spreads: list[list[float]] = []
+        for trial in self.trials:
+            points.append([self._signed(trial, name) for name in self.objectives])
+            spreads.append([trial.spread.get(name, 0.0) for name in self.objectives])
         return {*pareto(points, spreads)}
 
     def _signed(self, trial: Trial, objective: str) -> float:
+        """The value of an objective, negative if larger is better."""
         value = trial.values[objective]
         return -value if objective in LARGER_IS_BETTER else value
 
@@ -154,7 +153,7 @@ class SearchInterrupted(KeyboardInterrupt):
     """A search was interrupted.
 
     Attributes:
-        result: The search so far: what all processes have measured.
+        result: The search so far, with the trials of all processes.
     """
 
     def __init__(self, result: Search) -> None:
@@ -198,10 +197,10 @@ def _value_column(name: str) -> Column[Trial]:
 
 
 def search_from(data: object) -> Search | None:
-    """A search from plain data, as ``Search.to_dict`` and ``front.json`` have it; None if it is another result.
+    """Parse the plain data of ``Search.to_dict`` or ``front.json``; None for another result.
 
-    Anybody may have written it: what looks like a search and is none is an InputError. Tags of the
-    model are not read.
+    The data may come from any source: an invalid search is an `InputError`. Tags of the model are
+    not parsed.
 
     Examples:
         >>> trial = Trial(0, {"fc": "int8"}, {"error": 0.01, "size": 100.0}, "front", {})
@@ -224,19 +223,23 @@ def search_from(data: object) -> Search | None:
 
 
 def _trial(entry: Mapping[str, Any], objectives: tuple[str, ...]) -> Trial:
+    """Parse a trial of `search_from`."""
     values = {name: float(entry["values"][name]) for name in objectives}
     number, origin = entry["number"], entry["origin"]
     if origin not in ORIGINS or not (number is None or isinstance(number, int)):
         raise ValueError(f"a trial has a number, and comes from {', '.join(ORIGINS)}")
     plan = {str(selector): _precision(precision) for selector, precision in entry["plan"].items()}
     removed = {str(selector): str(value) for selector, value in entry.get("prune", {}).items()}
-    spread = {name: float(entry.get("spread", {}).get(name, 0)) for name in objectives}
-    spread = {name: value for name, value in spread.items() if value > 0}
+    spread: dict[str, float] = {}
+    for name in objectives:
+        value = float(entry.get("spread", {}).get(name, 0))
+        if value > 0:
+            spread[name] = value
     return Trial(number, plan, values, origin, dict(entry.get("measured", {})), removed, spread)
 
 
 def _precision(precision: object) -> str | dict[str, Any]:
-    """A name, or a mapping with one."""
+    """Check a precision of a plan: a name, or a mapping with the name."""
     if isinstance(precision, Mapping) and isinstance(precision.get("precision"), str):
         return dict(precision)
     if not isinstance(precision, str):

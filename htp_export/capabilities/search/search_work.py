@@ -1,4 +1,4 @@
-"""What every process of a search does: measure choices alone, compute fronts, measure plans."""
+"""The work of a process of a search: measure single choices, compute fronts, and measure plans."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from htp_export.capabilities.search.fronts import (
@@ -26,14 +27,21 @@ from htp_export.format import tags
 from htp_export.process.progress import counted
 
 _COSTS = ("size", "latency", "time", "nonzeros")
-"""Objectives of which sums over modules are computed, with the errors."""
+"""Objectives that are summed over modules, as errors are; the first one is predicted."""
 
 _FIELDS = {"size": "bytes", "latency": "latency_ms", "time": "time_ms"}
-"""The fields of a measurement for objectives with another name."""
+"""Objective → the field of a measurement, if its name differs."""
+
+_MOST_NAMED = 3
+"""Modules that the error of a plan lists: a plan has dozens."""
+
+
+_NO_MODULES = AdditiveFront(((0.0, 0.0, MappingProxyType({})),), exact=True)
+"""The front of the sums over no modules."""
 
 
 class SearchWork:
-    """The work of one process of a search for some objectives in a space."""
+    """The work of one process: measures choices and plans for the objectives of a search."""
 
     def __init__(
         self,
@@ -46,16 +54,18 @@ class SearchWork:
         self._measurer, self._study, self._objectives = measurer, study, objectives
 
     def measure_alone(self) -> None:
-        """Measure every choice of every module alone; take away those that a module cannot have."""
+        """Measure each choice of each module alone; remove choices that a module cannot have."""
         pairs = [(path, name) for path, names in self.space.variables.items() for name in names]
         self._measurer.original  # noqa: B018 - it is the first run
         problems = {}
-        own_order = random.Random()  # other processes measure others first, whatever the seed is
+        # Without a seed: each process begins with other choices, and they share the results.
+        own_order = random.Random()
         for path, name in counted(own_order.sample(pairs, len(pairs)), "modules alone"):
             try:
                 self._alone(path, name)
             except (InputError, ToolError) as error:
                 problems[path, name] = error
+        # Sorted, because each process measures in another order.
         for path, name in sorted(problems):
             self.space = self.space.without(path, name, problems[path, name])
         self.space = self.space.completed()
@@ -65,224 +75,228 @@ class SearchWork:
         return self._numbers(self._measure(self.space.treatment({**others, path: name})))
 
     def _choice(self, path: str, name: str, cost: str) -> Choice:
-        """What a choice of a module adds to the cost and the error if it is made alone."""
-        found = self._alone(path, name)
-        return Choice(
-            name, _values(found)[cost] - _values(self._measurer.original)[cost], found.error
-        )
+        """The contributions of a choice of a module to the cost and the error, measured alone."""
+        alone = self._alone(path, name)
+        added = _values(alone)[cost] - _values(self._measurer.original)[cost]
+        return Choice(name, added, alone.error)
 
     def _measure(self, treatment: Treatment) -> Measurement:
-        """The measurement of plans; of one that changes nothing, that of the original."""
+        """The measurement of plans; without a change, that of the original."""
         if treatment.changes_nothing:
             return self._measurer.original
         return self._measurer.measure(treatment.quantize, treatment.prune)
 
     def fronts(self) -> dict[str, AdditiveFront]:
-        """For each objective that is a cost, the front of the problem in which it and the errors add up."""
-        return {cost: self._front(cost) for cost in self._objectives if cost in _COSTS} or {
-            "size": self._front("size")
-        }
+        """For each cost among the objectives, the front of its sums and the sums of errors."""
+        costs = [name for name in self._objectives if name in _COSTS] or ["size"]
+        return {cost: self._front(cost) for cost in costs}
 
     def _front(self, cost: str) -> AdditiveFront:
         start = _values(self._measurer.original)[cost]
-        found = self._additive(list(self.space.variables), cost)
-        return AdditiveFront(
-            tuple((start + size, error, plan) for size, error, plan in found.points), found.exact
-        )
+        changes = self._additive(list(self.space.variables), cost)
+        points = tuple((start + added, error, plan) for added, error, plan in changes.points)
+        return AdditiveFront(points, changes.exact)
 
     def _additive(self, paths: Sequence[str], cost: str) -> AdditiveFront:
-        """The front of some modules; a module with others inside is dropped, or adds what these do."""
+        """The front of the sums over modules; points are added cost, error, and a decision.
+
+        Modules may contain others. The choices of an outer module are its own, combined with each
+        point of the front of the modules inside.
+        """
         choices: dict[str, list[Choice]] = {}
-        decisions: dict[str, dict[str, Decision]] = {}
+        decisions: dict[str, Decision] = {}  # name of a combination → its decision
         exact = True
         for path in paths:
             if any(other != path and tags.is_under(path, other) for other in paths):
-                continue
+                continue  # combined with the module around it
             inside = [other for other in paths if other != path and tags.is_under(other, path)]
-            inner = (
-                self._additive(inside, cost)
-                if inside
-                else AdditiveFront(((0.0, 0.0, {}),), exact=True)
-            )
+            inner = _NO_MODULES if not inside else self._additive(inside, cost)
             exact = exact and inner.exact
-            choices[path], decisions[path] = [], {}
+            choices[path] = []
             for name in self.space.variables[path]:
                 alone = self._choice(path, name, cost)
                 points = inner.points
-                if self.space.choices[name].is_dropped:  # of what is inside, nothing is left
+                if self.space.choices[name].is_dropped:
+                    # The modules inside are removed, too: any of their points will do.
                     points = ((0.0, 0.0, points[0][2]),)
-                for number, (size, error, within) in enumerate(points):
-                    key = f"{number} {name}"
+                for number, (size, error, decided) in enumerate(points):
+                    key = f"{number} {name} {path}"
                     choices[path].append(Choice(key, alone.size + size, alone.error + error))
-                    decisions[path][key] = {path: name, **within}
+                    decisions[key] = {path: name, **decided}
         front = additive_front(choices)
-        points = tuple(
-            (
-                size,
-                error,
-                {
-                    path: name
-                    for of, key in plan.items()
-                    for path, name in decisions[of][key].items()
-                },
-            )
-            for size, error, plan in front.points
-        )
-        return AdditiveFront(points, exact and front.exact)
+        points_of_front: list[tuple[float, float, Decision]] = []
+        for size, error, chosen in front.points:
+            decision: dict[str, str] = {}
+            for key in chosen.values():
+                decision |= decisions[key]
+            points_of_front.append((size, error, decision))
+        return AdditiveFront(tuple(points_of_front), exact and front.exact)
 
     def first_plans(self, fronts: Mapping[str, AdditiveFront], count: int) -> list[Decision]:
-        """Plans that are measured first: those in which all modules become the same, and some of each front."""
+        """The plans to measure first: one choice for all modules, and plans along each front."""
         plans = self._uniform()
+        each_count = math.ceil(count / len(fronts))
         for front in fronts.values():
-            chosen = spread_over(
-                [(size, error) for size, error, _ in front.points], -(-count // len(fronts))
-            )
-            plans += [front.points[place][2] for place in chosen]
+            points = [(size, error) for size, error, _ in front.points]
+            plans += [front.points[place][2] for place in spread_over(points, each_count)]
         return plans
 
     def refined(self, count: int) -> list[Decision]:
-        """Plans next to those of the measured front; none where modules inside of others are decided, too.
+        """Plans next to the measured front; none for modules inside other modules.
 
-        The errors of modules inside of one that may be dropped do not add up.
+        Errors of modules inside one that may be dropped do not add up.
         """
         if self.space.frames:
             return []
         cost = next((name for name in self._objectives if name in _COSTS), "size")
-        variables = self.space.variables.items()
-        alone = {
-            path: [self._choice(path, name, cost) for name in names] for path, names in variables
-        }
-        measured = []
+        alone: dict[str, list[Choice]] = {}
+        for path, names in self.space.variables.items():
+            alone[path] = [self._choice(path, name, cost) for name in names]
+        plans: list[MeasuredPlan] = []
         for trial in self._study.complete():
-            found = Measurement.from_dict(trial.user_attrs["measured"])
-            measured.append(MeasuredPlan(trial.params, _values(found)[cost], found.error))
-        return [*refined_plans(measured, alone, count)]
+            measured = Measurement.from_dict(trial.user_attrs["measured"])
+            plans.append(MeasuredPlan(trial.params, _values(measured)[cost], measured.error))
+        return [*refined_plans(plans, alone, count)]
 
     def _uniform(self) -> list[Decision]:
-        """The decisions in which all modules become the same; those that others lie in stay."""
-        variables, frames = self.space.variables, set(self.space.frames)
-        names = dict.fromkeys(itertools.chain.from_iterable(variables.values()))
-        plans = [
-            {path: kept_precision().name if path in frames else name for path in variables}
-            for name in names
-        ]
-        return [
-            plan for plan in plans if all(plan[path] in each for path, each in variables.items())
-        ]
+        """The decisions with one choice for all modules; modules that contain others stay."""
+        variables = self.space.variables
+        kept = dict.fromkeys(self.space.frames, kept_precision().name)
+        plans: list[Decision] = []
+        for name in dict.fromkeys(itertools.chain.from_iterable(variables.values())):
+            plan = {**dict.fromkeys(variables, name), **kept}
+            if all(plan[path] in names for path, names in variables.items()):
+                plans.append(plan)
+        return plans
 
     def measured(self, decision: Decision) -> tuple[Sequence[float], Mapping[str, Any]]:
-        """The values of the objectives for a decision, and everything that was measured."""
-        found = self._measure(self.space.treatment(decision))
+        """The values of the objectives for a decision, and the whole measurement."""
+        measurement = self._measure(self.space.treatment(decision))
         try:
-            self._numbers(found)
+            self._numbers(measurement)
         except InputError as error:
-            listed = [
-                f"{path or '(root)'} in {name}"
-                for path, name in decision.items()
-                if name != kept_precision().name
+            kept = kept_precision().name
+            changed = [
+                f"{path or '(root)'} in {name}" for path, name in decision.items() if name != kept
             ]
-            more = f" and {len(listed) - 3} more" * (len(listed) > 3)
-            raise InputError(f"{', '.join(listed[:3])}{more}: {error}") from error
-        return [_values(found)[name] for name in self._objectives], {"measured": found.to_dict()}
+            listed = ", ".join(changed[:_MOST_NAMED])
+            if len(changed) > _MOST_NAMED:
+                listed += f" and {len(changed) - _MOST_NAMED} more"
+            raise InputError(f"{listed}: {error}") from error
+        values = _values(measurement)
+        objectives = [values[name] for name in self._objectives]
+        return objectives, {"measured": measurement.to_dict()}
 
-    def _numbers(self, found: Measurement) -> Measurement:
-        """What was measured, if it has a number for each objective; an InputError otherwise."""
-        values = _values(found)
+    def _numbers(self, measurement: Measurement) -> Measurement:
+        """Return a measurement if its objectives are finite; raise an `InputError` otherwise."""
+        values = _values(measurement)
         for name in self._objectives:
             if not math.isfinite(values[name]):
-                why = ": outputs have NaN or infinities where those of the original have none" * (
-                    name == "error"
-                )
-                raise InputError(f"{name} is {values[name]}{why}")
-        return found
+                problem = f"{name} is {values[name]}"
+                if name == "error":
+                    problem += (
+                        ": outputs have NaN or infinities where those of the original have none"
+                    )
+                raise InputError(problem)
+        return measurement
 
     def results(self, fronts: Iterable[AdditiveFront]) -> tuple[Trial, ...]:
-        """The finished trials of all processes, and the whole model with each choice, which may be measured for it."""
-        names = dict.fromkeys(itertools.chain.from_iterable(self.space.variables.values()))
-        return (*self.finished(fronts), *filter(None, map(self._whole, names)))
+        """The finished trials of all processes, and the whole model with each choice."""
+        trials = list(self.finished(fronts))
+        for name in dict.fromkeys(itertools.chain.from_iterable(self.space.variables.values())):
+            whole = self._whole(name)
+            if whole is not None:
+                trials.append(whole)
+        return tuple(trials)
 
     def finished(self, fronts: Iterable[AdditiveFront]) -> tuple[Trial, ...]:
         """The finished trials of all processes; nothing is measured."""
         of_front = [dict(plan) for front in fronts for _, _, plan in front.points]
         uniform = self._uniform()
-        found = []
+        trials = []
         for trial in self._study.complete():
             decision = {path: str(trial.params[path]) for path in self.space.variables}
-            origin = (
-                "front" if decision in of_front else "uniform" if decision in uniform else "sampler"
-            )
+            origin = "sampler"
+            if decision in of_front:
+                origin = "front"
+            elif decision in uniform:
+                origin = "uniform"
             measured = Measurement.from_dict(trial.user_attrs["measured"])
-            found.append(
-                self._trial(trial.number, self.space.treatment(decision), measured, origin)
-            )
-        return tuple(found)
+            treatment = self.space.treatment(decision)
+            trials.append(self._trial(trial.number, treatment, measured, origin))
+        return tuple(trials)
 
     def _trial(
-        self, number: int | None, treatment: Treatment, found: Measurement, origin: str
+        self, number: int | None, treatment: Treatment, measured: Measurement, origin: str
     ) -> Trial:
-        values, spreads = (
-            _values(found),
-            {name: found.spread.get(_FIELDS.get(name, name)) for name in self._objectives},
-        )
+        values = _values(measured)
+        spreads: dict[str, float] = {}
+        for name in self._objectives:
+            spread = measured.spread.get(_FIELDS.get(name, name))
+            if spread is not None:
+                spreads[name] = spread
         removed, plan = treatment.written
         return Trial(
             number,
             plan,
             {name: values[name] for name in self._objectives},
             origin,
-            found.to_dict(),
+            measured.to_dict(),
             removed,
-            {name: value for name, value in spreads.items() if value is not None},
+            spreads,
         )
 
     def repeated(self, search: Search, repeats: int) -> Search:
-        """A search in which the plans of the front are measured again: medians and spreads in place of one value."""
+        """Measure the plans of the front again: medians and spreads of their values."""
         trials, done = list(search.trials), set[int]()
+        # New values may bring other plans onto the front; each is measured again once.
         while waiting := search.front_places - done:
             for place in counted(sorted(waiting), "plans of the front again"):
                 done.add(place)
                 trials[place] = self._again(trials[place], repeats)
             search = replace(search, trials=tuple(trials))
-        differ = list(dict.fromkeys(name for trial in search.trials for name in trial.spread))
-        how = "no value differed"
-        if differ:
-            alone = Search(
-                search.objectives, tuple(replace(each, spread={}) for each in search.trials), 0, {}
-            )
-            tied = [
-                each.name for each in search.pareto if replace(each, spread={}) not in alone.pareto
-            ]
-            how = f"medians and half the range of {', '.join(differ)}"
-            how += f"; no plan is ahead by more than that of {', '.join(tied)}" * bool(tied)
-        return replace(
-            search,
-            notes=(*search.notes, f"{len(done)} plans were measured {repeats} more times: {how}"),
-        )
+        note = f"{len(done)} plans were measured {repeats} more times: {_spread_note(search)}"
+        return replace(search, notes=(*search.notes, note))
 
     def _again(self, trial: Trial, repeats: int) -> Trial:
         from htp_export.capabilities.prune.sparsities import sparsities_of
         from htp_export.capabilities.quantize.precisions import precisions_of
 
-        treatment = Treatment(
-            sparsities_of(trial.prune), precisions_of(trial.plan) if trial.plan else {}
-        )
-        found = self._numbers(self._measurer.again(treatment.quantize, treatment.prune, repeats))
-        return self._trial(trial.number, treatment, found, trial.origin)
+        precisions = precisions_of(trial.plan) if trial.plan else {}
+        treatment = Treatment(sparsities_of(trial.prune), precisions)
+        measured = self._measurer.again(treatment.quantize, treatment.prune, repeats)
+        return self._trial(trial.number, treatment, self._numbers(measured), trial.origin)
 
     def _whole(self, name: str) -> Trial | None:
-        """The whole model with one choice, its nodes outside of modules with weights too."""
+        """The whole model with one choice, including nodes outside the modules of the space."""
         choice = self.space.choices[name]
-        treatment = Treatment(
-            {".": choice.sparsity} if choice.sparsity else {}, {".": choice.precision}
-        )
+        removed = {".": choice.sparsity} if choice.sparsity else {}
+        treatment = Treatment(removed, {".": choice.precision})
         try:
-            found = self._numbers(self._measure(treatment))
+            measured = self._numbers(self._measure(treatment))
         except (InputError, ToolError):
             return None
-        return self._trial(None, treatment, found, "uniform")
+        return self._trial(None, treatment, measured, "uniform")
 
 
-def _values(found: Measurement) -> dict[str, float]:
-    """Objective → value; NaN for what was not measured."""
-    values = {name: getattr(found, _FIELDS.get(name, name)) for name in OBJECTIVES}
-    return {name: math.nan if value is None else float(value) for name, value in values.items()}
+def _spread_note(search: Search) -> str:
+    """Which values of repeated measurements differ, and which plans are tied by that."""
+    differ = list(dict.fromkeys(name for trial in search.trials for name in trial.spread))
+    if not differ:
+        return "no value differed"
+    note = f"medians and half the range of {', '.join(differ)}"
+    without_spread = [replace(trial, spread={}) for trial in search.trials]
+    exact = Search(search.objectives, tuple(without_spread), 0, {}).pareto
+    tied = [trial.name for trial in search.pareto if replace(trial, spread={}) not in exact]
+    if tied:
+        note += f"; no plan is ahead by more than that of {', '.join(tied)}"
+    return note
+
+
+def _values(measured: Measurement) -> dict[str, float]:
+    """Objective → value; NaN for values that were not measured."""
+    values: dict[str, float] = {}
+    for name in OBJECTIVES:
+        value = getattr(measured, _FIELDS.get(name, name))
+        values[name] = math.nan if value is None else float(value)
+    return values

@@ -1,4 +1,4 @@
-"""``search``: what modules become that gives the best trade-offs, measured."""
+"""``search``: the choices of precision and pruning for each module with the best trade-offs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,18 @@ from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 if TYPE_CHECKING:
     from htp_export.runtime.data import Data, Samples
 
-# of the trials: with some dozens, plans near the front are better than those of any sampler
 _BEFORE_SAMPLER = 0.75
-_RANDOM_PROMPTS = 2  # each is answered token by token, which takes seconds
+"""The share of the trials that refine the front before a sampler chooses: with some dozens of
+trials, plans near the front are better than those of any sampler."""
+
+_RANDOM_PROMPTS = 2
+"""Prompts without data: each is completed token by token, which takes seconds."""
+
 RANDOM_PROMPTS = (
     "the prompts are random tokens of the vocabulary: on real prompts other tokens may agree"
 )
-_REFINED_AT_ONCE = 4  # then predictions use what was measured of them
+_REFINED_AT_ONCE = 4
+"""Plans next to the front that are measured before the next predictions."""
 
 
 @names_model_faults("model")
@@ -68,28 +73,28 @@ def search(
     grace: float = 60.0,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> Search:
-    """Search for the precision of each module, and for what is pruned: the plans with the best trade-offs.
+    """Search for the precision and the pruning of each module with the best trade-offs.
 
-    Every choice of every module is measured alone, then plans of the front of their sums, then
-    plans next to measured ones; Optuna goes on from there (``docs/search.md``). Several processes,
-    on one or more machines, with the same ``storage`` and ``study`` work on one search; each
-    returns when all trials are finished.
+    Every choice of every module is measured alone, then plans on the front of the sums, then plans
+    next to measured plans; Optuna continues from there (``docs/search.md``). Several processes, on
+    one or more machines, with the same ``storage`` and ``study`` work on one search; each returns
+    when all trials are finished.
 
     Thread-safe, also for calls on the same model.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
             No model is written.
-        space: What every module may become; or selector → what its modules may become, where later
-            selectors win. Of modules inside each other that a selector names, the innermost count.
+        space: The choices of every module; or selector → choices of its modules, where later
+            selectors win. If a selector matches modules inside each other, the innermost are used.
             Each choice is a precision, as in a plan of ``quantize``; a value of a plan of
             ``prune``, such as ``0.5``, ``"2:4"``, ``"rank:25%"`` or ``"drop"``; or both, as
             ``"2:4+int8"`` or ``{"prune": "2:4", "precision": "int8"}``. ``"fp32"`` leaves a module
-            as it is; ``"auto"`` is one precision for all modules that have it. Modules that may
-            only be dropped or stay may have others inside.
+            as it is; ``"auto"`` is one precision for all modules with this choice. Modules that are
+            only dropped or stay may contain others.
         objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors),
             ``latency``, ``metric``, and ``nonzeros`` (elements of weights that are neither zero nor
-            removed). Of a decoder with a key-value cache, also ``tokens``, the share of greedy
+            removed). For a decoder with a key-value cache, also ``tokens``, the share of greedy
             tokens that agree with the original's, and ``time``, in ms, of the loop that generates
             them, prompt included; ``error`` is then that of their logits.
         data: Inputs, as for ``sensitivity``; with ``tokens`` or ``time`` prompts, ``input_ids``
@@ -104,15 +109,15 @@ def search(
         storage: Any storage of Optuna: a database URL, ``grpc://host:port``, the path of a journal
             file, or a storage. None keeps the study in memory.
         study: Its name in the storage.
-        metric: The number behind the objective ``metric``: called with the outputs, name → array,
-            for each of the inputs; larger is better.
+        metric: The function of the objective ``metric``: called with the outputs, name → array, for
+            each of the inputs; larger is better.
         runs: Runs that are timed for the objective ``latency``, each beside one of the original.
         repeats: How often each plan of the front is measured again at the end, 2 or more, for
             medians and spreads; 0 for not at all.
         new_tokens: With ``tokens`` or ``time``, the tokens that follow each prompt.
         first: Plans of the front of the sums that are measured first.
         calibration: Inputs for calibration; None for ``data``.
-        grace: Seconds without a sign of another process after which what it has begun is taken up.
+        grace: Seconds without a sign of another process after which its trials are repeated.
         providers: ONNX Runtime's execution providers, in order of preference.
 
     Returns:
@@ -140,6 +145,8 @@ def search(
     from htp_export.capabilities.quantize.choosing import AutoPrecision
     from htp_export.capabilities.quantize.work import CalibrationData
 
+    # The steps in their order: arguments, data, study, single modules, plans. Processes that share a
+    # study repeat all of them, and find the results of the others.
     wanted = _check_objectives(objectives, metric)
     if sampler not in SAMPLERS:
         raise InputError(f"there is no sampler {sampler!r}; there are {', '.join(SAMPLERS)}")
@@ -148,36 +155,29 @@ def search(
     check_repeats(repeats)
     check_whole("new_tokens", new_tokens, 1, MOST_RUNS)
     tagged = read_flat(model)
-    serving = AutoPrecision(tagged, dims, shapes)
-    choices = read_space(tagged, space, select, depth, serving)
-    if any(each.is_quantized for each in choices.choices.values()):
+    auto = AutoPrecision(tagged, dims, shapes)
+    choices = read_space(tagged, space, select, depth, auto)
+    if any(choice.is_quantized for choice in choices.choices.values()):
         tagged.require_exact_tags()
     samples = CalibrationData.of(data, tagged.model, dims=dims, shapes=shapes, seed=seed, passes=2)
     settings = SessionSettings(tuple(providers))
     settings.check()
-    timed = runs if "latency" in wanted else 0
-    prompts, note = None, RANDOM_NOTE
+    timed_runs = runs if "latency" in wanted else 0
+    prompts = None
+    calibrating = samples
     if not {*OF_DECODERS}.isdisjoint(wanted):
-        prompts, note = (
-            _prompts(tagged, samples, settings, new_tokens, "time" in wanted),
-            RANDOM_PROMPTS,
-        )
-    feeds = (
-        samples
-        if prompts is None
-        else replace(samples, given=list(map(prompts.decoder.first_feed, prompts.ids)))
+        prompts = _prompts(tagged, samples, settings, new_tokens, "time" in wanted)
+        calibrating = replace(samples, given=list(map(prompts.decoder.first_feed, prompts.ids)))
+    measurer = Measurer(
+        tagged, calibrating, metric, timed_runs, settings, None, calibration, prompts
     )
-    measurer = Measurer(tagged, feeds, metric, timed, settings, None, calibration, prompts)
-    # Times were no ratios to those of the original in earlier versions.
-    in_turn = ["in turn"] * bool({"latency", "time"} & {*wanted})
-    measured_with = (timed, *([new_tokens] if prompts else ()), *in_turn)
     shared = SharedStudy(
         storage,
         study,
         ["maximize" if name in LARGER_IS_BETTER else "minimize" for name in wanted],
         grace=grace,
         facts={
-            "model and data": digest_of(tagged.model, measurer.feeds, measured_with),
+            "model and data": _digest(measurer, wanted),
             "objectives": list(wanted),
             "choices": choices.written,
         },
@@ -191,42 +191,59 @@ def search(
     predicted = next(iter(fronts.values()))
 
     def result(measured: tuple[Trial, ...], *, stopped: bool = False) -> Search:
-        notes = [*serving.notes, *[note] * samples.random, *measurer.remarks, *work.space.problems]
-        notes += [
-            *_dense(choices, wanted),
-            *shared.problems,
-            *([] if stopped else shared.why_fewer(trials)),
-        ]
-        front = tuple((size, error) for size, error, _ in predicted.points)
-        random = tuple(prompts.feeds) if prompts and samples.random else ()
-        facts = front, predicted.exact, tuple(notes), tagged.tag_facts, random
-        return Search(wanted, measured, shared.failed, work.space.variables, *facts)
+        notes = list(auto.notes)
+        if samples.random:
+            notes.append(RANDOM_NOTE if prompts is None else RANDOM_PROMPTS)
+        notes += [*measurer.remarks, *work.space.problems]
+        notes += [*_dense(choices, wanted), *shared.problems]
+        if not stopped:
+            notes += shared.why_fewer(trials)
+        return Search(
+            wanted,
+            measured,
+            shared.failed,
+            work.space.variables,
+            predicted=tuple((size, error) for size, error, _ in predicted.points),
+            exact=predicted.exact,
+            notes=tuple(notes),
+            tags=tagged.tag_facts,
+            prompts=tuple(prompts.feeds) if prompts and samples.random else (),
+        )
 
     try:
         with report_counts("trials", trials) as count:
             _measure_plans(
                 work, shared, min(first, trials), trials, lambda done: count(min(done, trials))
             )
-        found = result(work.results(fronts.values()))
-        return work.repeated(found, repeats) if repeats else found
+        finished = result(work.results(fronts.values()))
+        return work.repeated(finished, repeats) if repeats else finished
     except BaseException as error:
         if not stems_from_interrupt(error):
             raise
         raise SearchInterrupted(result(work.finished(fronts.values()), stopped=True)) from error
 
 
+def _digest(measurer: Measurer, objectives: Sequence[str]) -> str:
+    """A digest of the model, the data, and the settings of times and tokens, for a study."""
+    settings: list[Any] = [measurer.runs]
+    if measurer.prompts is not None:
+        settings.append(measurer.prompts.new_tokens)
+    if "latency" in objectives or "time" in objectives:
+        # In earlier versions, timed runs did not alternate with the original.
+        settings.append("in turn")
+    return digest_of(measurer.tagged.model, measurer.feeds, tuple(settings))
+
+
 def _prompts(
     tagged: TaggedModel, samples: Samples, settings: SessionSettings, new_tokens: int, timed: bool
 ) -> Prompts:
-    """The prompts of a decoder, random ones without data; an `InputError` if the model generates no tokens."""
+    """The prompts of a decoder, random without data; an `InputError` if the model is no decoder."""
     decoder = Decoder.of(tagged.model)
     if samples.random:
+        seeds = range(samples.seed, samples.seed + _RANDOM_PROMPTS)
         with temporary_folder() as folder:
             session = Session(RunnableModel.of(tagged.model, "the decoder", folder), settings)
-            ids = [
-                decoder.random_prompt(session, samples.seed + number)
-                for number in range(_RANDOM_PROMPTS)
-            ]
+            ids = [decoder.random_prompt(session, seed) for seed in seeds]
     else:
         ids = [next(iter(run.values())) for run in replace(samples, inputs=decoder.of_prompts)]
     return Prompts(decoder, ids, new_tokens, timed)
@@ -235,14 +252,14 @@ def _prompts(
 def _measure_plans(
     work: SearchWork, shared: SharedStudy, first: int, trials: int, report: Callable[[int], None]
 ) -> None:
-    """Measure the plans that wait, then those next to the measured front, then what the sampler chooses."""
+    """Measure the enqueued plans, plans next to the front, and plans of the sampler."""
     shared.work(work.measured, first, report)
+    refined_trials = round(_BEFORE_SAMPLER * trials)
     tried: list[Decision] = []
-    while (
-        left := min(_REFINED_AT_ONCE, round(_BEFORE_SAMPLER * trials) - len(shared.complete()))
-    ) > 0:
-        # it may fail, or run elsewhere
-        plans = [plan for plan in work.refined(left) if plan not in tried]
+    while (missing := refined_trials - len(shared.complete())) > 0:
+        # A plan that was tried is not complete if it failed, or runs in another process.
+        refined = work.refined(min(_REFINED_AT_ONCE, missing))
+        plans = [plan for plan in refined if plan not in tried]
         if not plans:
             break
         tried += plans
@@ -252,13 +269,14 @@ def _measure_plans(
 
 
 def _dense(space: SearchSpace, objectives: Sequence[str]) -> list[str]:
-    """What is to be said of zeros if nothing that is measured becomes better by them."""
-    zeros = [
-        name
-        for name, choice in space.choices.items()
-        if choice.sparsity and choice.sparsity.is_elementwise
-    ]
-    if not zeros or "nonzeros" in objectives:
+    """A note on sparsities whose zeros improve none of the objectives; empty without them."""
+    if "nonzeros" in objectives:
+        return []
+    zeros: list[str] = []
+    for name, choice in space.choices.items():
+        if choice.sparsity is not None and choice.sparsity.is_elementwise:
+            zeros.append(name)
+    if not zeros:
         return []
     return [
         f"{', '.join(zeros)}: zeros take as many bytes as other numbers; the objective nonzeros counts them"

@@ -1,4 +1,4 @@
-"""``sensitivity``: quantize modules one by one, and measure what it does to the outputs of the model."""
+"""``sensitivity``: quantize modules one by one, and measure the error of the outputs."""
 
 from __future__ import annotations
 
@@ -44,35 +44,36 @@ def estimated_errors(
     precisions: Iterable[Precision],
     samples: Samples,
 ) -> dict[tuple[str, str], float]:
-    """Module path and precision → the error that rounding its weights makes in its results.
+    """Module path and name of a precision → the estimated error of rounding its weights.
 
     For each product in any region of the module, the sum of the squared changes of its weights
     times the mean square of its inputs is the expected squared change of its results, if the
-    elements of the inputs are independent. This is divided by the square of the results, so that it
-    compares with ``Deviation.error``. Products of a module add up. For a table that is looked up,
-    it is the change of the table divided by its square. The model, without functions, runs once on
-    each of the samples.
+    elements of the inputs are independent. This is divided by the mean square of the results, so
+    that it is comparable to ``Deviation.error``. The estimates of the products of a module are
+    added. For a lookup table, the estimate is the squared change of the table divided by its
+    square. The model, without functions, runs once on each of the samples.
     """
     uses: dict[str, list[Product]] = {path: [] for path in paths}
-    read: dict[ir.Value, None] = {}
+    measured: dict[ir.Value, None] = {}
     for use in products_of(tagged, tagged.nodes):
         for path in {"", *tagged.index.works[use.node].modules}.intersection(uses):
             uses[path].append(use)
-            read.update(dict.fromkeys(_values_of(use)))
-    squares = _mean_squares(tagged, list(read), samples)
-    errors: dict[tuple[Product, str], float] = {}
-    found = {}
+            measured.update(dict.fromkeys(_values_of(use)))
+    squares = _mean_squares(tagged, list(measured), samples)
+    errors: dict[tuple[Product, str], float] = {}  # a product is in several modules
+    estimates: dict[tuple[str, str], float] = {}
     for precision in precisions:
+        name = precision.name
         for path in paths:
             for use in uses[path]:
-                if (use, precision.name) not in errors:
-                    errors[use, precision.name] = _relative_change(use, precision, squares)
-            found[path, precision.name] = sum(errors[use, precision.name] for use in uses[path])
-    return found
+                if (use, name) not in errors:
+                    errors[use, name] = _relative_change(use, precision, squares)
+            estimates[path, name] = sum(errors[use, name] for use in uses[path])
+    return estimates
 
 
 def _values_of(use: Product) -> tuple[ir.Value, ...]:
-    """The value that a weight is multiplied with, and the result; nothing for a table."""
+    """The value by which a weight is multiplied, and the result; empty for a lookup table."""
     return () if use.activation is None else (use.activation, use.node.outputs[0])
 
 
@@ -82,35 +83,46 @@ def _mean_squares(
     """The mean squares of tensors of the main graph."""
     from htp_export.capabilities.quantize.work import activations
 
-    known = {
-        *tagged.model.graph.inputs,
-        *(value for node in tagged.model.graph for value in node.outputs),
-    }
-    read = {str(value.name): value for value in values if value in known}
-    sums, counts = dict.fromkeys(read.values(), 0.0), dict.fromkeys(read.values(), 0)
-    with activations(tagged.model, "the model", samples, list(read)) as runs:
+    in_main_graph = set(tagged.model.graph.inputs)
+    for node in tagged.model.graph:
+        in_main_graph.update(node.outputs)
+    by_name = {str(value.name): value for value in values if value in in_main_graph}
+    sums, counts = dict.fromkeys(by_name, 0.0), dict.fromkeys(by_name, 0)
+    with activations(tagged.model, "the model", samples, list(by_name)) as runs:
         for arrays in runs:
             for name, array in arrays.items():
-                sums[read[name]] += float(np.square(np.asarray(array, np.float64)).sum())
-                counts[read[name]] += array.size
-    return {value: sums[value] / counts[value] if counts[value] else 0.0 for value in sums}
+                sums[name] += float(np.square(np.asarray(array, np.float64)).sum())
+                counts[name] += array.size
+    return {value: sums[name] / max(counts[name], 1) for name, value in by_name.items()}
 
 
 def _relative_change(
     use: Product, precision: Precision, squares: Mapping[ir.Value, float]
 ) -> float:
+    """The estimated error of the results of one product, relative to their square."""
     weight = np.asarray(numbers_of(use.value).numpy(), np.float32)
     wide = weight.astype(np.float64)
     change = float(np.square(wide - rounded(weight, precision, use.reduced, use.channels)).sum())
-    if not (values := _values_of(use)):
-        whole = float(np.square(wide).sum())
-        return change / whole if whole else 0.0
+    values = _values_of(use)
+    if not values:
+        total = float(np.square(wide).sum())
+        return change / total if total else 0.0
     multiplied, result = (squares.get(value, 0.0) for value in values)
-    return change / weight.shape[use.channels] * multiplied / result if result else 0.0
+    if not result:
+        return 0.0
+    # The mean over the channels of the results, as their square is a mean, too.
+    channels: int = weight.shape[use.channels]
+    return change / channels * multiplied / result
 
 
 def rounded(weight: Array, precision: Precision, reduced: int = 0, channels: int = -1) -> Array:
-    """A weight as a precision represents it; ``reduced``: the axis that is cut into blocks, ``channels``: of results.
+    """A weight rounded to a precision, as floats.
+
+    Args:
+        weight: The weight.
+        precision: The precision.
+        reduced: The axis that is cut into blocks.
+        channels: The axis of the channels of the results.
 
     Examples:
         >>> from htp_export.capabilities.quantize.precisions import PRECISIONS
@@ -126,42 +138,47 @@ def rounded(weight: Array, precision: Precision, reduced: int = 0, channels: int
         return np.asarray(weight.astype(kind), np.float32)
     if precision.method == "weights":
         return _in_blocks(weight, precision, reduced % weight.ndim)
-    bits = precision.bits - (1 if precision.reduce_range and precision.bits == 8 else 0)
-    axes = tuple(
-        axis
-        for axis in range(weight.ndim)
-        if not precision.per_channel or axis != channels % weight.ndim
-    )
-    scale = np.abs(weight).max(axis=axes, keepdims=True) / (2 ** (bits - 1) - 1)
+    bits = precision.bits
+    if precision.reduce_range and bits == 8:
+        bits = 7
+    axes = set(range(weight.ndim))
+    if precision.per_channel:
+        axes.discard(channels % weight.ndim)
+    scale = np.abs(weight).max(axis=tuple(sorted(axes)), keepdims=True) / (2 ** (bits - 1) - 1)
     return _scaled(weight, scale, bits)
 
 
 def _in_blocks(weight: Array, precision: Precision, axis: int) -> Array:
+    """A weight rounded in blocks along an axis; without ``symmetric``, blocks have zero points."""
     moved = np.moveaxis(weight, axis, -1)
     length = moved.shape[-1]
     padding = [(0, 0)] * (moved.ndim - 1) + [(0, -length % precision.block_size)]
     blocks = np.pad(moved, padding).reshape(*moved.shape[:-1], -1, precision.block_size)
     if precision.symmetric:
         scale = np.abs(blocks).max(axis=-1, keepdims=True) / (2 ** (precision.bits - 1))
-        found = _scaled(blocks, scale, precision.bits)
+        result = _scaled(blocks, scale, precision.bits)
     else:
+        steps = 2**precision.bits - 1
         low = np.minimum(blocks.min(axis=-1, keepdims=True), 0)
-        scale = (np.maximum(blocks.max(axis=-1, keepdims=True), 0) - low) / (2**precision.bits - 1)
+        high = np.maximum(blocks.max(axis=-1, keepdims=True), 0)
+        scale = (high - low) / steps
         scale = np.where(scale > 0, scale, 1)
         zero = np.round(-low / scale)
-        found = (np.clip(np.round(blocks / scale) + zero, 0, 2**precision.bits - 1) - zero) * scale
-    restored = found.reshape(*moved.shape[:-1], -1)[..., :length]
+        levels = np.clip(np.round(blocks / scale) + zero, 0, steps)
+        result = (levels - zero) * scale
+    restored = result.reshape(*moved.shape[:-1], -1)[..., :length]
     return np.moveaxis(restored, -1, axis)
 
 
 def _scaled(weight: Array, scale: Array, bits: int) -> Array:
+    """A weight rounded to signed integers with a scale, and converted back."""
     scale = np.where(scale > 0, scale, 1)
     half = 2 ** (bits - 1)
     return np.asarray(np.clip(np.round(weight / scale), -half, half - 1) * scale)
 
 
 _Rows: TypeAlias = Mapping[tuple[str, str], ModuleSensitivity]
-"""Module path and precision → what is known."""
+"""Module path and name of a precision → its row."""
 
 ESTIMATE_NOTE = "these are estimates: by net, their ranking had a correlation of -0.10 to 1.00 with the measured one"
 RANDOM_NOTE = (
@@ -190,44 +207,44 @@ def sensitivity(
     seed: int = 0,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> Sensitivity:
-    """Measure how much the outputs of a model change if single modules are quantized.
+    """Measure the change of the outputs of a model if single modules are quantized.
 
-    Every module is quantized alone, and then all modules but this one. The original runs once, and
-    every quantized model once on each of the inputs; with ``results``, runs that were finished
-    before are not repeated.
+    Each module is quantized alone, and then all modules but this one. The original and every
+    quantized model run once on each of the inputs; with ``results``, finished runs are not
+    repeated.
 
     Thread-safe, also for calls on the same model, but not with the same ``results``.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
         precisions: Precisions, as in a plan of ``quantize``: names, or `Precision`s. ``auto`` is
-            one for all modules.
-        data: Inputs, as for ``quantize``; None for random ones, whose errors say little about those
-            on real data.
+            one precision for all modules.
+        data: Inputs, as for ``quantize``; None for random inputs, on which errors may differ from
+            those on real data.
         dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other
             sizes are refused.
         shapes: For random inputs: input name → shape.
         select: These modules; see ``TaggedModel.select``. None for the innermost modules with
             weights.
-        depth: In place of ``select``: the modules at this level below the root, and those above it
-            that hold weights.
-        metric: A number of your own, as the accuracy: called with the outputs, name → array, for
+        depth: In place of ``select``: the modules at this level below the root, and modules above
+            it with weights of their own.
+        metric: Your own measure, such as the accuracy: a function of the outputs, name → array, for
             each of the inputs.
         all_but: Measure all modules but one, too.
         estimate: Quantize nothing: estimate errors from weights and inputs (squared change of a
-            weight times the mean square of what it is multiplied with).
+            weight times the mean square of the inputs of its product).
         by_module: Compare all modules with the original, too, in every model with one quantized
             module.
         runs: Runs that are timed for each model, each beside one of the original; 0 for no times.
         repeats: How often each model is measured, 2 or more, for noisy numbers: ``alone`` has
             medians and ``spread``.
-        results: A file in which finished runs are kept, a journal of Optuna.
+        results: A file that stores finished runs, a journal of Optuna.
         calibration: Inputs for calibration; None for ``data``.
         seed: Seed of random inputs.
         providers: ONNX Runtime's execution providers, in order of preference.
 
     Returns:
-        The numbers for every module and precision, and ``.ranking``, the largest error first.
+        The measurements of every module and precision, and ``.ranking``, the largest error first.
 
     Raises:
         InputError: A precision or the data cannot be used, or no module has weights.
@@ -248,20 +265,11 @@ def sensitivity(
 
     check_whole("runs", runs, 0, MOST_RUNS)
     check_repeats(repeats)
-    idle = {
-        "runs": runs,
-        "repeats": repeats,
-        "results": results,
-        "by_module": by_module,
-        "metric": metric,
-    }
-    if estimate and (given := next((name for name, value in idle.items() if value), None)):
-        raise InputError(
-            f"{given} has no effect on an estimate, for which nothing is quantized; leave it out"
-        )
+    if estimate:
+        _check_idle(runs=runs, repeats=repeats, results=results, by_module=by_module, metric=metric)
     tagged = read_flat(model)
-    serving = AutoPrecision(tagged, dims, shapes)
-    chosen = _precisions(precisions, serving)
+    auto = AutoPrecision(tagged, dims, shapes)
+    chosen = _precisions(precisions, auto)
     if not estimate:
         tagged.require_exact_tags()
     paths = deciding_modules(tagged, select, depth)
@@ -272,41 +280,52 @@ def sensitivity(
         tagged, samples, metric, runs, settings, results, calibration, repeats=repeats
     )
     estimates = estimated_errors(tagged, paths, chosen.values(), samples)
-    rows: _Rows = {
-        (path, name): ModuleSensitivity(
-            path, tagged.hierarchy[path].class_name, name, estimate=estimates[path, name]
-        )
-        for path in paths
-        for name in chosen
-    }
-    if not estimate:
+    rows: dict[tuple[str, str], ModuleSensitivity] = {}
+    for path in paths:
+        class_name = tagged.hierarchy[path].class_name
+        for name in chosen:
+            rows[path, name] = ModuleSensitivity(
+                path, class_name, name, estimate=estimates[path, name]
+            )
+    notes = list(auto.notes)
+    if samples.random:
+        notes.append(RANDOM_NOTE)
+    original = None
+    if estimate:
+        notes.append(ESTIMATE_NOTE)
+    else:
         rows = _measured(measurer, rows, chosen, all_but=all_but, by_module=by_module)
+        original = measurer.original
+        notes += measurer.remarks
     by_path: defaultdict[str, dict[str, ModuleSensitivity]] = defaultdict(dict)
     for (path, name), row in rows.items():
         by_path[path][name] = row
-    original = None if estimate else measurer.original
-    notes = [
-        *serving.notes,
-        *[RANDOM_NOTE] * samples.random,
-        *([ESTIMATE_NOTE] if estimate else measurer.remarks),
-    ]
-    notes += [
-        f"{path or '(root)'} in {name}: {row.problem}"
-        for (path, name), row in rows.items()
-        if row.problem
-    ]
+        if row.problem:
+            notes.append(f"{path or '(root)'} in {name}: {row.problem}")
+    blocks = _blocks(tagged, rows)
     return Sensitivity(
-        dict(by_path), original, _blocks(tagged, rows), not estimate, tuple(notes), tagged.tag_facts
+        dict(by_path), original, blocks, not estimate, tuple(notes), tagged.tag_facts
     )
 
 
-def _precisions(given: Sequence[Any] | str, serving: AutoPrecision) -> dict[str, Precision]:
+def _check_idle(**arguments: object) -> None:
+    """Raise an `InputError` for an argument that has no effect on an estimate."""
+    for name, value in arguments.items():
+        if value:
+            raise InputError(
+                f"{name} has no effect on an estimate, for which nothing is quantized; leave it out"
+            )
+
+
+def _precisions(given: Sequence[Any] | str, auto: AutoPrecision) -> dict[str, Precision]:
+    """Parse precisions; name → precision, in order."""
     from htp_export.capabilities.quantize.method import Precision
     from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of
 
-    listed = [given] if isinstance(given, str | Precision | Mapping) else list(given)
+    is_single = isinstance(given, str | Precision | Mapping)
+    values: Sequence[Any] = [given] if is_single else list(given)
     chosen: dict[str, Precision] = {}
-    named_apart((serving.precision(precision_of(each)) for each in listed), chosen)
+    named_apart((auto.precision(precision_of(value)) for value in values), chosen)
     if not chosen:
         raise InputError(f"give precisions, of {', '.join(PRECISIONS)}")
     kept = [name for name, precision in chosen.items() if precision.is_kept]
@@ -322,37 +341,48 @@ def _measured(
     *,
     all_but: bool,
     by_module: bool,
-) -> _Rows:
-    """Rows with what was measured; one of which something cannot be measured has the reason."""
-    from htp_export.capabilities.quantize.precisions import PRECISIONS
-
-    found = dict(rows)
+) -> dict[tuple[str, str], ModuleSensitivity]:
+    """Rows with measurements; a row that cannot be measured has the reason as its ``problem``."""
+    measured = dict(rows)
+    # first each module alone: only the modules that can be quantized are in the other plans
     for number, key in enumerate(counted(list(rows) * (1 + all_but), "runs")):
         path, name = key
         if number < len(rows):
-            found[key] = _with_alone(measurer, found[key], precisions[name], by_module)
+            measured[key] = _with_alone(measurer, measured[key], precisions[name], by_module)
             continue
-        others = [
-            other for other, each in rows if each == name and found[other, each].alone is not None
+        quantizable = [
+            other
+            for other, precision in rows
+            if precision == name and measured[other, name].alone is not None
         ]
-        if len(others) > 1 and path in others:
-            plan = {other or ".": precisions[name] for other in others} | {
-                path or ".": PRECISIONS["fp32"]
-            }
-            try:
-                found[key] = replace(found[key], all_but=measurer.measure(plan))
-            except (InputError, ToolError) as error:
-                found[key] = replace(found[key], problem=f"all modules but this one: {error}")
-    return found
+        if len(quantizable) > 1 and path in quantizable:
+            plan = {other or ".": precisions[name] for other in quantizable}
+            measured[key] = _with_all_but(measurer, measured[key], plan)
+    return measured
+
+
+def _with_all_but(
+    measurer: Measurer, row: ModuleSensitivity, plan: Mapping[str, Precision]
+) -> ModuleSensitivity:
+    """A row with the measurement of a plan in which its module stays in fp32."""
+    from htp_export.capabilities.quantize.precisions import PRECISIONS
+
+    try:
+        all_but = measurer.measure({**plan, row.path or ".": PRECISIONS["fp32"]})
+    except (InputError, ToolError) as error:
+        return replace(row, problem=f"all modules but this one: {error}")
+    return replace(row, all_but=all_but)
 
 
 def _with_alone(
     measurer: Measurer, row: ModuleSensitivity, precision: Precision, by_module: bool
 ) -> ModuleSensitivity:
+    """A row with the measurement of the model in which only its module is quantized."""
     from htp_export.capabilities.verify.file_comparing import compare
 
     plan, original = {row.path or ".": precision}, measurer.original
     try:
+        # Only the comparison by module needs the model, if its measurement is known already.
         made = measurer.quantized(plan) if by_module else None
         measured = measurer.measure(plan, made=made)
     except (InputError, ToolError) as error:
@@ -363,30 +393,31 @@ def _with_alone(
     row = replace(row, alone=measured, saved_bytes=original.bytes - measured.bytes, saved_ms=faster)
     if made is None:
         return row
-    compared = compare(measurer.tagged, made, measurer.feeds[0]).modules
-    return replace(
-        row,
-        by_module={path: each.cosine for path, each in compared.items() if each.cosine is not None},
-    )
+    results = compare(measurer.tagged, made, measurer.feeds[0]).modules
+    cosines = {path: result.cosine for path, result in results.items()}
+    known = {path: cosine for path, cosine in cosines.items() if cosine is not None}
+    return replace(row, by_module=known)
 
 
 def _blocks(tagged: TaggedModel, rows: _Rows) -> tuple[BlockSensitivity, ...]:
-    """The rows of modules at the same place of repeated blocks, put together."""
+    """Combine the rows of modules at the same place of repeated blocks."""
     from htp_export.capabilities.fingerprint.families import repeated_blocks
 
-    found = []
+    blocks: list[BlockSensitivity] = []
     for block in repeated_blocks(GraphFacts(tagged)):
-        alike: defaultdict[tuple[str, str], list[ModuleSensitivity]] = defaultdict(list)
+        # path inside the block and precision → the rows of all blocks
+        members_of: defaultdict[tuple[str, str], list[ModuleSensitivity]] = defaultdict(list)
         for (path, name), row in rows.items():
-            holder = tags.nearest_above(path, block.modules)
-            if holder is not None and row.error is not None:
-                alike[path.removeprefix(holder).lstrip("."), name].append(row)
-        for (part, name), members in alike.items():
+            around = tags.nearest_above(path, block.modules)
+            if around is not None and row.error is not None:
+                members_of[path.removeprefix(around).lstrip("."), name].append(row)
+        for (part, name), members in members_of.items():
             errors = [member.error or 0.0 for member in members]
-            worst = members[errors.index(max(errors))]
+            largest = max(errors)
+            worst = members[errors.index(largest)]
             mean = sum(errors) / len(errors)
             paths = tuple(member.path for member in members)
-            found.append(
-                BlockSensitivity(block.name, part, name, mean, max(errors), worst.path, paths)
+            blocks.append(
+                BlockSensitivity(block.name, part, name, mean, largest, worst.path, paths)
             )
-    return tuple(found)
+    return tuple(blocks)

@@ -1,7 +1,8 @@
-"""What quantizing single modules does to the outputs of a model."""
+"""The result of ``sensitivity``: the error of the outputs for each module and precision."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,20 +19,20 @@ class ModuleSensitivity(PlainData):
     """One module in one precision.
 
     Attributes:
-        path: The module.
+        path: The path of the module.
         class_name: Its fully qualified class.
-        precision: The precision.
-        alone: The model in which it alone has the precision; None if this was not measured.
-        all_but: The model in which all other modules have it; None if this was not measured.
+        precision: The name of the precision.
+        alone: The measurement with only this module quantized; None if there is none.
+        all_but: The measurement with all other modules quantized; None if there is none.
         estimate: Squared change of its weights times the mean square of its inputs; see
             ``estimated_errors``.
         saved_bytes: Bytes by which the model with this module quantized is smaller; None if it was
             not measured.
         saved_ms: Milliseconds by which it is faster; None if times were not measured.
         by_module: Module path → cosine between its outputs and those in the original, with this
-            module quantized alone; empty if it was not asked for.
-        problem: Why the module, or all modules but it, cannot have the precision; ``""`` if they
-            can.
+            module quantized alone; empty if it was not requested.
+        problem: The reason why the module, or all others, cannot have the precision; ``""`` without
+            one.
     """
 
     path: str
@@ -47,16 +48,14 @@ class ModuleSensitivity(PlainData):
 
     @property
     def error(self) -> float | None:
-        """The error of the outputs with this module quantized alone; the estimate if it was not measured."""
+        """The error with only this module quantized: measured, or else estimated."""
         return self.alone.error if self.alone is not None else self.estimate
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has."""
+        """The contents of `to_dict`."""
         details = ("alone", "all_but", "by_module", "problem")
-        return {
-            **record(SENSITIVITY_COLUMNS, self),
-            **{name: getattr(self, name) for name in details},
-        }
+        columns = record(SENSITIVITY_COLUMNS, self)
+        return {**columns, **{name: getattr(self, name) for name in details}}
 
 
 def _short(value: float) -> str:
@@ -98,7 +97,7 @@ class BlockSensitivity(PlainData):
         precision: The precision.
         mean: The mean error.
         worst: The largest error.
-        worst_module: The module that has it.
+        worst_module: The module with the largest error.
         modules: The modules, in the order of the model.
     """
 
@@ -116,9 +115,9 @@ class Sensitivity(Result):
     """The result of `sensitivity`.
 
     Attributes:
-        modules: Module path → name of a precision → what was measured.
-        original: The original model, measured.
-        blocks: The same by repeated block.
+        modules: Module path → name of a precision → its row.
+        original: The measurement of the original model; None for estimates.
+        blocks: The rows combined by repeated block.
         measured: Whether the model was quantized; otherwise errors are estimates.
         notes: Remarks on the data and on modules that were left out, a line each.
         tags: The tags of the model.
@@ -135,11 +134,10 @@ class Sensitivity(Result):
 
     @property
     def ranking(self) -> tuple[ModuleSensitivity, ...]:
-        """Every module in every precision that it can have, the largest error first."""
-        rows = [
-            row for rows in self.modules.values() for row in rows.values() if row.error is not None
-        ]
-        return tuple(sorted(rows, key=lambda row: -(row.error if row.error is not None else 0.0)))
+        """The rows with an error, of all modules and precisions, the largest error first."""
+        rows = itertools.chain.from_iterable(rows.values() for rows in self.modules.values())
+        with_error = [row for row in rows if row.error is not None]
+        return tuple(sorted(with_error, key=lambda row: -(row.error or 0.0)))
 
     @property
     def summary(self) -> str:
@@ -151,7 +149,7 @@ class Sensitivity(Result):
         return f"largest {kind}: {first.path or '(root)'} in {first.precision}, {_short(first.error or 0.0)}"
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has."""
+        """The contents of `to_dict`."""
         ranking = [
             {"module": row.path, "precision": row.precision, "error": row.error}
             for row in self.ranking
@@ -164,10 +162,11 @@ class Sensitivity(Result):
 
 
 def drawn_columns(result: Sensitivity) -> list[Column[ModuleSensitivity]]:
-    """The columns in which a row has a value."""
-    return [
-        column
-        for column in SENSITIVITY_COLUMNS
-        if any(column.data(row) is not None for row in result.ranking)
-        and (column.name != "estimate" or not result.measured)
-    ]
+    """The columns with a value in some row; without the estimates if errors were measured."""
+    rows = result.ranking
+    columns: list[Column[ModuleSensitivity]] = []
+    for column in SENSITIVITY_COLUMNS:
+        is_replaced = column.name == "estimate" and result.measured
+        if not is_replaced and any(column.data(row) is not None for row in rows):
+            columns.append(column)
+    return columns

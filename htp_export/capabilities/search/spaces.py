@@ -1,10 +1,10 @@
-"""The space of a search: modules that are decided one by one, what each may become, and the plans of a decision."""
+"""The space of a search: its modules, the choices of each, and the plans of a decision."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from htp_export.capabilities.quantize.method import Precision
 
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
-"""Selector → what modules may become; or what every module may become."""
+"""Selector → choices of its modules; or the choices of all modules."""
 
 Decision: TypeAlias = Mapping[str, str]
-"""Module path → name of what it becomes."""
+"""Module path → name of its choice."""
 
 
 N = TypeVar("N", "ModuleChoice", "Precision")
@@ -36,17 +36,23 @@ N = TypeVar("N", "ModuleChoice", "Precision")
 
 @dataclass(frozen=True)
 class ModuleChoice:
-    """What a module may become: what ``prune`` removes of its weights, and what it is quantized to afterwards."""
+    """A choice for a module: a sparsity for ``prune``, then a precision for ``quantize``."""
 
     sparsity: Sparsity | None = None
     precision: Precision = field(default_factory=lambda: kept_precision())
 
     @property
     def name(self) -> str:
-        """What is removed and the precision, as in ``2:4+int8``; one of them alone if there is no other."""
+        """The sparsity and the precision, as in ``2:4+int8``; or one of them alone."""
         if self.sparsity is None:
             return self.precision.name
-        return str(self.sparsity) + (f"+{self.precision.name}" if self.is_quantized else "")
+        if not self.is_quantized:
+            return str(self.sparsity)
+        return f"{self.sparsity}+{self.precision.name}"
+
+    def resolved(self, auto: AutoPrecision) -> ModuleChoice:
+        """The choice in which the precision ``auto`` is replaced."""
+        return replace(self, precision=auto.precision(self.precision))
 
     @property
     def is_quantized(self) -> bool:
@@ -60,17 +66,17 @@ class ModuleChoice:
 
     @property
     def written(self) -> Any:
-        """The choice as spaces write it: its name, or a mapping."""
+        """The choice as in the file of a space: its name, or a mapping."""
         precision = _written(self.precision)
         if self.sparsity is None:
             return precision
-        return (
-            self.name if isinstance(precision, str) else {"prune": str(self.sparsity), **precision}
-        )
+        if isinstance(precision, str):
+            return self.name
+        return {"prune": str(self.sparsity), **precision}
 
 
 def choice_of(value: Any) -> ModuleChoice:
-    """Read a value of a space: a precision, a value of a plan for ``prune``, or both, as text with ``+`` or a mapping.
+    """Parse a choice: a precision, a value for ``prune``, or both, as text or a mapping.
 
     Examples:
         >>> [choice_of(value).name for value in ("int8", 0.5, "2:4+int8", {"prune": "rank:25%", "precision": "int4"})]
@@ -84,17 +90,14 @@ def choice_of(value: Any) -> ModuleChoice:
         fields = dict(value)
         removed = fields.pop("prune", None)
         sparsity = None if removed is None else sparsity_of(removed)
-        choice = ModuleChoice(
-            sparsity, precision_of(fields) if fields or removed is None else kept_precision()
-        )
+        only_pruned = removed is not None and not fields
+        choice = ModuleChoice(sparsity, kept_precision() if only_pruned else precision_of(fields))
     elif isinstance(value, str):
         choice = _joined(value)
+    elif isinstance(value, Precision):
+        choice = ModuleChoice(None, value)
     else:
-        choice = (
-            ModuleChoice(None, value)
-            if isinstance(value, Precision)
-            else ModuleChoice(sparsity_of(value))
-        )
+        choice = ModuleChoice(sparsity_of(value))
     if choice.is_dropped and choice.is_quantized:
         raise InputError(
             f"choice {choice.name!r}: nothing is left to quantize of a module that is dropped"
@@ -103,7 +106,7 @@ def choice_of(value: Any) -> ModuleChoice:
 
 
 def _joined(text: str) -> ModuleChoice:
-    """A precision, a value for prune, or both."""
+    """Parse a precision, a value for prune, or both with ``+``."""
     from htp_export.capabilities.prune.sparsities import sparsity_of
     from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of
 
@@ -132,18 +135,14 @@ def kept_precision() -> Precision:
     return PRECISIONS["fp32"]
 
 
-def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: AutoPrecision) -> list[str]:
-    """The names of several choices, which are added to those that are known."""
+def _choices_of(values: Any, known: dict[str, ModuleChoice], auto: AutoPrecision) -> list[str]:
+    """Parse one or several choices, add them to ``known``, and return their names."""
     from htp_export.capabilities.quantize.method import Precision
     from htp_export.capabilities.quantize.precisions import PRECISIONS
 
-    listed: Iterable[Any] = (
-        [values] if isinstance(values, str | int | float | Precision | Mapping) else values
-    )
-    read = [choice_of(value) for value in listed]
-    names = named_apart(
-        (replace(each, precision=serving.precision(each.precision)) for each in read), known
-    )
+    is_single = isinstance(values, str | int | float | Precision | Mapping)
+    choices = [choice_of(value) for value in ([values] if is_single else values)]
+    names = named_apart([choice.resolved(auto) for choice in choices], known)
     if not names:
         raise InputError(
             f"give precisions to choose from, of {', '.join(PRECISIONS)}, or values of prune"
@@ -152,24 +151,29 @@ def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: AutoPrecis
 
 
 def named_apart(choices: Iterable[N], known: dict[str, N]) -> list[str]:
-    """The names of choices or precisions, which are added to those that are known; no two others have one name."""
-    listed = list(choices)
-    for each in listed:
-        if known.setdefault(each.name, each) != each:
-            problem = f"two precisions are named {each.name!r}; write one as 'int4:block_size=16'"
+    """Add choices or precisions to ``known``, and return their names.
+
+    Raises:
+        InputError: Two different ones have the same name.
+    """
+    names: dict[str, None] = {}
+    for choice in choices:
+        if known.setdefault(choice.name, choice) != choice:
+            problem = f"two precisions are named {choice.name!r}; write one as 'int4:block_size=16'"
             raise InputError(f"{problem}, or give it a name of its own")
-    return list(dict.fromkeys(each.name for each in listed))
+        names[choice.name] = None
+    return list(names)
 
 
 def _written(precision: Precision) -> Any:
-    """A precision as plans write it: its name, or a mapping with what differs."""
+    """A precision as in a plan: its name, or a mapping with the fields that differ."""
     from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of
 
     with contextlib.suppress(InputError):  # it may have a name of its own
         if precision_of(precision.name) == precision:
             return precision.name
-    same = (each for each in PRECISIONS.values() if each.method == precision.method)
-    base = PRECISIONS.get(precision.name) or next(same)
+    same_method = (named for named in PRECISIONS.values() if named.method == precision.method)
+    base = PRECISIONS.get(precision.name) or next(same_method)
     fields = {
         key: value for key, value in vars(precision).items() if key not in ("bits", "options")
     }
@@ -179,7 +183,7 @@ def _written(precision: Precision) -> Any:
 
 @dataclass(frozen=True)
 class Treatment:
-    """What is done to a model: selector → what ``prune`` removes, then selector → precision, also where they stay."""
+    """The plans of a decision: selector → sparsity for ``prune``, then selector → precision."""
 
     prune: Mapping[str, Sparsity]
     quantize: Mapping[str, Precision]
@@ -191,14 +195,20 @@ class Treatment:
 
     @property
     def written(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """Both plans as files have them."""
+        """Both plans as plain data, as in files."""
         removed = {selector: str(value) for selector, value in self.prune.items()}
         return removed, {selector: _written(value) for selector, value in self.quantize.items()}
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Module path → names of what it may become; name → choice; and why choices were taken away, a line each."""
+    """The modules of a search and their choices.
+
+    Attributes:
+        variables: Module path → names of its choices.
+        choices: Name → choice.
+        problems: The reasons why choices were removed, a line each.
+    """
 
     variables: Mapping[str, Sequence[str]]
     choices: Mapping[str, ModuleChoice]
@@ -211,41 +221,47 @@ class SearchSpace:
 
     @property
     def frames(self) -> list[str]:
-        """The modules that are dropped or stay, and that have modules inside which are decided, too."""
+        """The modules that contain other modules of the space: they are dropped or stay."""
         paths = list(self.variables)
-        return [
-            path
-            for path in paths
-            if any(other != path and tags.is_under(other, path) for other in paths)
-        ]
+        return [path for path in paths if _has_modules_inside(path, paths)]
 
     def without(self, path: str, name: str, reason: object) -> SearchSpace:
-        """The space in which a module does not have a choice."""
+        """The space without one choice of a module."""
         left = tuple(other for other in self.variables[path] if other != name)
         problem = f"{path or '(root)'} in {name}: {reason}"
         return SearchSpace({**self.variables, path: left}, self.choices, (*self.problems, problem))
 
     def completed(self) -> SearchSpace:
-        """The space in which modules that can have none of their choices stay as they are."""
+        """The space in which modules without choices stay as they are."""
         stays = ModuleChoice()
         variables = {path: names or (stays.name,) for path, names in self.variables.items()}
         return SearchSpace(variables, {stays.name: stays, **self.choices}, self.problems)
 
     def treatment(self, decision: Decision) -> Treatment:
-        """The plans of a decision; modules inside a dropped one are in neither."""
+        """The plans of a decision, without the modules inside dropped ones."""
         chosen = {path: self.choices.get(name) or ModuleChoice() for path, name in decision.items()}
         dropped = [path for path, choice in chosen.items() if choice.is_dropped]
         frames = set(self.frames)
         removed: dict[str, Sparsity] = {}
         precisions: dict[str, Precision] = {}
         for path, choice in chosen.items():
-            if any(other != path and tags.is_under(path, other) for other in dropped):
+            if _module_around(path, dropped) is not None:
                 continue
             if choice.sparsity is not None:
                 removed[path or "."] = choice.sparsity
+            # The precision of a frame would apply to the modules inside, too.
             if path not in frames and not choice.is_dropped:
                 precisions[path or "."] = choice.precision
         return Treatment(removed, precisions)
+
+
+def _has_modules_inside(path: str, paths: Iterable[str]) -> bool:
+    return any(other != path and tags.is_under(other, path) for other in paths)
+
+
+def _module_around(path: str, paths: Iterable[str]) -> str | None:
+    """The first of other modules that contains a module; None if none does."""
+    return next((other for other in paths if other != path and tags.is_under(path, other)), None)
 
 
 def read_space(
@@ -253,92 +269,104 @@ def read_space(
     space: Space,
     select: str | Sequence[str] | None,
     depth: int | None,
-    serving: AutoPrecision,
+    auto: AutoPrecision,
 ) -> SearchSpace:
-    """The modules of a space and what they may become, as far as the graph allows it.
+    """The modules of a space and their choices, as far as the graph allows them.
 
-    ``select`` or ``depth`` say which modules, for choices alone; ``serving`` knows what ``auto``
-    is.
+    Args:
+        tagged: The model.
+        space: The choices of all modules, or by selector.
+        select: For the former: the modules.
+        depth: For the former: the level of the modules.
+        auto: Replaces the precision ``auto``.
     """
     choices: dict[str, ModuleChoice] = {}
-    if not isinstance(space, Mapping):
-        names = _choices_of(space, choices, serving)
-        deciding = dict.fromkeys(tags.innermost(deciding_modules(tagged, select, depth)), "")
-        found = dict.fromkeys(deciding, names)
-    else:
+    selectors: dict[str, str] = {}  # module → the selector of its choices
+    names_of: dict[str, list[str]] = {}
+    if isinstance(space, Mapping):
         if select is not None or depth is not None:
             raise InputError("a space by selector says which modules; give no select or depth")
         if not space:
             raise InputError("the space is empty; give selectors and precisions")
-        given = {
-            selector: _choices_of(values, choices, serving) for selector, values in space.items()
+        names_by_selector = {
+            selector: _choices_of(values, choices, auto) for selector, values in space.items()
         }
-        last = {
-            path: selector
-            for selector in given
-            for path in tags.innermost(deciding_modules(tagged, selector))
-        }
-        deciding = {path: last[path] for path in tagged if path in last}
-        found = {path: given[selector] for path, selector in deciding.items()}
-    stays = {
+        last: dict[str, str] = {}
+        for selector in names_by_selector:
+            paths = tags.innermost(deciding_modules(tagged, selector))
+            last |= dict.fromkeys(paths, selector)
+        selectors = {path: last[path] for path in tagged if path in last}
+        names_of = {path: names_by_selector[selector] for path, selector in selectors.items()}
+    else:
+        names = _choices_of(space, choices, auto)
+        paths = tags.innermost(deciding_modules(tagged, select, depth))
+        selectors = dict.fromkeys(paths, "")
+        names_of = dict.fromkeys(paths, names)
+    _check_nesting(names_of, choices)
+    variables = {path: tuple(names) for path, names in names_of.items()}
+    return _prunable(tagged, SearchSpace(variables, choices), selectors)
+
+
+def _check_nesting(
+    names_of: Mapping[str, Sequence[str]], choices: Mapping[str, ModuleChoice]
+) -> None:
+    """Raise an `InputError` for modules inside each other: a weight would have two choices.
+
+    Modules that are only dropped or stay may contain others.
+    """
+    harmless = {
         name for name, choice in choices.items() if choice.is_dropped or choice == ModuleChoice()
     }
-    frames = [path for path, names in found.items() if stays.issuperset(names)]
-    whole = [path for path in found if path not in frames]
-    for path in whole:  # else a weight would have two precisions
-        above = next(
-            (other for other in whole if other != path and tags.is_under(path, other)), None
-        )
-        if above is not None:
-            raise InputError(f"module {path!r} lies in {above or '(root)'!r}; choose one of them")
-    return _possible(
-        tagged,
-        SearchSpace({path: tuple(names) for path, names in found.items()}, choices),
-        deciding,
-    )
+    changing = [path for path, names in names_of.items() if not harmless.issuperset(names)]
+    for path in changing:
+        around = _module_around(path, changing)
+        if around is not None:
+            raise InputError(f"module {path!r} lies in {around or '(root)'!r}; choose one of them")
 
 
-def _possible(tagged: TaggedModel, space: SearchSpace, deciding: Mapping[str, str]) -> SearchSpace:
-    """The space without what the graph does not allow to prune; ``deciding``: module path → selector of its choices."""
+def _prunable(tagged: TaggedModel, space: SearchSpace, selectors: Mapping[str, str]) -> SearchSpace:
+    """Remove choices that the graph does not allow to prune; ``selectors``: module → its selector.
+
+    A choice that no module of its selector allows is an `InputError`.
+    """
     from htp_export.capabilities.prune.pruning import PlanChecks
 
     checks = PlanChecks(tagged)
-    for selector, name in dict.fromkeys(
-        (deciding[path], name) for path in deciding for name in space.variables[path]
-    ):
+    having: dict[tuple[str, str], list[str]] = {}  # selector and choice → its modules
+    for path, selector in selectors.items():
+        for name in space.variables[path]:
+            having.setdefault((selector, name), []).append(path)
+    for (selector, name), paths in having.items():
         sparsity = space.choices[name].sparsity
         if sparsity is None:
             continue
-        having = [
-            path
-            for path, names in space.variables.items()
-            if deciding[path] == selector and name in names
-        ]
-        reasons = {path: checks.why_not(path, sparsity) for path in having}
+        reasons = {path: checks.why_not(path, sparsity) for path in paths}
         if all(reasons.values()):
             where = f" of {selector!r}" if selector else ""
-            raise InputError(f"choice {name!r}{where}: {reasons[having[0]]}")
+            raise InputError(f"choice {name!r}{where}: {reasons[paths[0]]}")
         for path, reason in reasons.items():
             if reason:
                 space = space.without(path, name, reason)
-    variables = space.variables.items()
-    checks.check_coupled(
-        {path: {space.choices[name].sparsity for name in names} for path, names in variables}
-    )
+    sparsities: dict[str, set[Sparsity | None]] = {}
+    for path, names in space.variables.items():
+        sparsities[path] = {space.choices[name].sparsity for name in names}
+    checks.check_coupled(sparsities)
     return space
 
 
 def deciding_modules(
     tagged: TaggedModel, select: str | Sequence[str] | None = None, depth: int | None = None
 ) -> list[str]:
-    """The modules whose precision is chosen one by one.
+    """The modules with weights whose precision is chosen one by one.
 
-    Modules that own the same nodes, as a Conv and its BatchNorm, are one decision: the module that
-    keeps the weight.
+    Of modules that own the same nodes, as a Conv and its BatchNorm, only the module that keeps the
+    weight is included.
 
-    ``select``: of these, those with weights. ``depth``: the modules at this level below the root,
-    as ``tree`` draws it, and those above it that hold weights themselves. With neither, the
-    innermost modules with weights.
+    Args:
+        tagged: The model.
+        select: Modules among which these are chosen.
+        depth: The level below the root, as in ``tree``: modules at this level, and modules above it
+            with weights of their own. With neither, the innermost modules with weights.
 
     Examples:
         >>> import torch, htp_export
@@ -349,37 +377,50 @@ def deciding_modules(
     tagged.require_tags()
     if select is not None and depth is not None:
         raise InputError("give select or depth, not both")
-    deciding = _deciding_parts(tagged)
-    holding = {part.call.path for parts in deciding for part in parts}
+    if depth is not None and depth < 0:
+        raise InputError(f"depth counts levels from 0, not {depth}")
+    innermost: set[str] = set()
+    around: set[str] = set()  # these, and the modules above them that run them
+    for parts in _deciding_parts(tagged):
+        for part in parts:
+            innermost.add(part.call.path)
+            around.update(part.modules)
     if select is not None:
-        around = {path for parts in deciding for part in parts for path in part.modules}
-        found = [path for path in tagged.select(select) if path in around]
-    elif depth is None:
-        found = [path for path in tagged if path in holding]
+        paths = [path for path in tagged.select(select) if path in around]
     else:
-        if depth < 0:
-            raise InputError(f"depth counts levels from 0, not {depth}")
-        modules = {path: content.facts for path, content in contents_of(tagged).modules.items()}
-        levels = drawn_levels(drawn_parents(modules))
-        above = {
-            path: [up for up in tags.ancestors(path) if levels.get(up) == depth] for path in holding
-        }
-        at_depth = {ups[0] if ups else path for path, ups in above.items()}
-        found = [path for path in tagged if path in at_depth]
-    if not found:
+        chosen = innermost if depth is None else _at_depth(tagged, innermost, depth)
+        paths = [path for path in tagged if path in chosen]
+    if not paths:
         raise InputError("none of these modules has weights that can be quantized")
-    return found
+    return paths
+
+
+def _at_depth(tagged: TaggedModel, paths: Iterable[str], depth: int) -> set[str]:
+    """The modules at a level around each of the modules; a module above the level itself."""
+    modules = {path: content.facts for path, content in contents_of(tagged).modules.items()}
+    levels = drawn_levels(drawn_parents(modules))
+    at_depth: set[str] = set()
+    for path in paths:
+        above = (up for up in tags.ancestors(path) if levels.get(up) == depth)
+        at_depth.add(next(above, path))
+    return at_depth
 
 
 def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:
-    """For each node with weights, the parts of its work that decide; modules with the same nodes are one decision."""
+    """For each node with weights, the calls that decide; of equal modules, the first."""
     deciders = Deciders(tagged)
     weighted = dict.fromkeys(product.node for product in products_of(tagged, tagged.nodes))
-    found = {node: deciders.of(node) for node in weighted}
-    nodes: defaultdict[str, set[ir.Node]] = defaultdict(set)
-    for node, parts in found.items():
+    parts_of = {node: deciders.of(node) for node in weighted}
+    nodes_of: defaultdict[str, set[ir.Node]] = defaultdict(set)
+    for node, parts in parts_of.items():
         for part in parts:
-            nodes[part.call.path].add(node)
-    alike: dict[frozenset[ir.Node], str] = {}
-    chosen = {alike.setdefault(frozenset(own), path) for path, own in nodes.items()}
-    return [tuple(part for part in parts if part.call.path in chosen) for parts in found.values()]
+            nodes_of[part.call.path].add(node)
+    first_with: dict[frozenset[ir.Node], str] = {}
+    for path, nodes in nodes_of.items():
+        first_with.setdefault(frozenset(nodes), path)
+    chosen = set(first_with.values())
+    return [_parts_at(chosen, parts) for parts in parts_of.values()]
+
+
+def _parts_at(paths: Container[str], parts: Iterable[Part]) -> tuple[Part, ...]:
+    return tuple(part for part in parts if part.call.path in paths)

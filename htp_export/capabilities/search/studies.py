@@ -1,8 +1,8 @@
-"""Optuna studies, which several processes and machines work on, and which survive processes that die.
+"""Optuna studies on which several processes and machines work, and which survive their crashes.
 
-Every process that opens a storage takes the next trial until all are finished: there is no main
-process. What one that died has begun is measured again: Optuna's heartbeats find it in databases;
-elsewhere it is what is left in the end.
+Each process that opens a storage runs the next trial until all are finished: there is no main
+process. Trials of crashed processes are repeated: in a database, Optuna's heartbeats detect them;
+elsewhere, they are the trials that still run when nothing else is left to do.
 """
 
 from __future__ import annotations
@@ -31,16 +31,22 @@ SAMPLERS = {
     "grid": "GridSampler",
 }
 """Name → class in ``optuna.samplers``."""
+
 _RUN = "run "
+"""The prefix of attributes of a study that store finished runs."""
+
 _TAKEN_UP = "taken up again"
-"""Attribute of a trial: the numbers of those that it stands for."""
+"""Attribute of a trial: the numbers of the trials that it repeats."""
+
 _PROBLEM = "problem"
+"""Attribute of a trial: the reason why it could not be measured."""
+
 _MOST_RETRIES = 3
-"""How often a trial is taken up again: one that kills every process that runs it must end."""
+"""How often a trial is repeated: one that kills every process that runs it must end."""
 
 Measured: TypeAlias = tuple[Sequence[float], Mapping[str, Any]]
 Measure: TypeAlias = Callable[[Mapping[str, str]], Measured]
-"""Parameters → the values of the objectives, and facts to keep with the trial."""
+"""Parameters → the values of the objectives, and attributes of the trial."""
 
 
 def _need_optuna() -> Any:
@@ -55,7 +61,7 @@ def _need_optuna() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Optuna's log of every trial, also of failed ones, and without warnings that a part of it may change."""
+    """Suppress Optuna's log of every trial, and its warnings of experimental features."""
     optuna = _need_optuna()
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(max(before, optuna.logging.ERROR))
@@ -70,12 +76,15 @@ def _quiet() -> Iterator[None]:
 def open_study(
     storage: Any, name: str, directions: Sequence[str], grace: float = 60.0
 ) -> optuna.Study:
-    """A study in a storage; a new one if it has none of this name.
+    """Open a study in a storage, or create it.
 
-    ``storage``: a database URL (``sqlite:///study.db``, ``postgresql://...``), ``grpc://host:port``
-    of a proxy (``optuna.storages.run_grpc_proxy_server``), the path of a journal file, an Optuna
-    storage, or None for one in memory. A database takes a process to be dead after ``grace``
-    seconds without a heartbeat.
+    Args:
+        storage: A database URL (``sqlite:///study.db``, ``postgresql://...``), ``grpc://host:port``
+            of a proxy (``optuna.storages.run_grpc_proxy_server``), the path of a journal file, an
+            Optuna storage, or None for a storage in memory.
+        name: The name of the study.
+        directions: ``minimize`` or ``maximize`` for each objective.
+        grace: Seconds without a heartbeat after which a database considers a process dead.
     """
     library = _need_optuna()
     is_file = isinstance(storage, str | os.PathLike) and "://" not in os.fspath(storage)
@@ -91,23 +100,23 @@ def open_study(
                 storage=opened, study_name=name, directions=list(directions), load_if_exists=True
             )
         except Exception as error:
-            # of SQLAlchemy, its drivers and gRPC, whose errors have the text apart
+            # SQLAlchemy, its drivers and gRPC share no base; gRPC has a method for the text.
             details = getattr(error, "details", None)
-            said = str(details()) if callable(details) else first_line(error)
+            reason = str(details()) if callable(details) else first_line(error)
             if is_file:
-                raise FileError(storage, f"is no journal of Optuna: {said}") from error
+                raise FileError(storage, f"is no journal of Optuna: {reason}") from error
             named = storage if isinstance(storage, str) else type(storage).__name__
-            raise InputError(f"storage {named!r} cannot be opened: {said}") from error
+            raise InputError(f"storage {named!r} cannot be opened: {reason}") from error
     return study
 
 
 def _check_journal(file: Path) -> None:
-    """Refuse a file that Optuna did not write: it reads any text, and appends to it."""
+    """Raise a `FileError` for a file that Optuna did not write: Optuna would append to any text."""
     if not file.absolute().parent.is_dir():
         raise FileError(file, f"its folder does not exist: {file.absolute().parent}")
     if os.path.lexists(file) and not file.is_file():
         raise FileError(file, "is no file; name a file for the journal")
-    # Optuna says why it cannot be read
+    # if it cannot be read, Optuna reports why
     with contextlib.suppress(OSError), opened_plain(file) as stream:
         first = stream.readline()
         if first and b'"op_code"' not in first:
@@ -120,25 +129,29 @@ def _opened(optuna: Any, named: str, grace: float) -> Any:
     if named.startswith("grpc://"):
         host, _, port = named.removeprefix("grpc://").partition(":")
         return optuna.storages.GrpcStorageProxy(host=host, port=int(port or 13000))
-    names = "RetryHeartbeatStaleTrialCallback", "heartbeat_stale_trial_callback"
-    if not hasattr(optuna.storages, names[0]):  # before Optuna 4.9
-        names = "RetryFailedTrialCallback", "failed_trial_callback"
-    callback = {names[1]: getattr(optuna.storages, names[0])(_MOST_RETRIES)}
+    class_name, argument = "RetryHeartbeatStaleTrialCallback", "heartbeat_stale_trial_callback"
+    if not hasattr(optuna.storages, class_name):  # before Optuna 4.9
+        class_name, argument = "RetryFailedTrialCallback", "failed_trial_callback"
+    callback = getattr(optuna.storages, class_name)(_MOST_RETRIES)
+    # Four heartbeats in the period: one may be late on a busy machine.
     interval = max(1, math.ceil(grace / 4))
     return optuna.storages.RDBStorage(
-        named, heartbeat_interval=interval, grace_period=max(interval, math.ceil(grace)), **callback
+        named,
+        heartbeat_interval=interval,
+        grace_period=max(interval, math.ceil(grace)),
+        **{argument: callback},
     )
 
 
 class KeptRuns:
-    """Results of finished runs by key, kept with a study; in memory where there is none."""
+    """Results of finished runs by key, stored in a study; without a study, in memory."""
 
     def __init__(self, study: optuna.Study | None = None) -> None:
         self._study = study
         self._runs: dict[str, dict[str, Any]] = {}
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The result of a run that any process has finished; None if it is still to be made."""
+        """The result of a run that any process has finished; None if none has."""
         if _short(key) not in self._runs and self._study is not None:
             self._runs = {
                 name: value
@@ -148,23 +161,23 @@ class KeptRuns:
         return self._runs.get(_short(key))
 
     def add(self, key: str, result: dict[str, Any]) -> None:
-        """Keep the result of a run, for all processes."""
+        """Store the result of a run for all processes."""
         self._runs[_short(key)] = result
         if self._study is not None:
             self._study.set_user_attr(_short(key), result)
 
 
 def _short(key: str) -> str:
-    """A key that every storage takes: databases limit its length."""
+    """A key of limited length, as databases require."""
     return f"{_RUN}{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
 class SharedStudy:
-    """A study with a number of trials that all processes together work off; ``storage`` as for `open_study`.
+    """A study whose trials are shared between processes; ``storage`` as for `open_study`.
 
-    What a process has begun is taken up by another one after ``grace`` seconds: without a
-    heartbeat, in a database; elsewhere, without any change of the study while nothing else is left
-    to do. ``facts`` say what the trials measure: a study with other facts is refused.
+    A trial of another process is repeated after ``grace`` seconds: in a database, without a
+    heartbeat; elsewhere, without any change of the study while nothing else is left to do.
+    ``facts`` identify the measurement: a study with other facts is an `InputError`.
     """
 
     def __init__(
@@ -192,25 +205,26 @@ class SharedStudy:
                 raise InputError(f"study {self.study.study_name!r} {problem}")
 
     def choose_from(self, space: Mapping[str, Sequence[str]], sampler: str, seed: int) -> None:
-        """Set what trials choose from, parameter → its choices, and the sampler, one of `SAMPLERS`.
+        """Set the parameters with their choices, and the sampler, one of `SAMPLERS`.
 
-        A process that joins has another seed, so that it does not repeat the trials of the others.
-        A study that chooses from something else is refused.
+        A study with another space is an `InputError`.
         """
         self._space = {key: list(choices) for key, choices in space.items()}
         self._check_facts({"space": self._space})
-        made: Any = getattr(_need_optuna().samplers, SAMPLERS[sampler])
-        given = [self._space] if sampler == "grid" else []
-        self.study.sampler = made(*given, seed=seed + len(self.study.get_trials(deepcopy=False)))
+        create: Any = getattr(_need_optuna().samplers, SAMPLERS[sampler])
+        arguments = [self._space] if sampler == "grid" else []
+        # A process that joins later gets another seed, so that it chooses other trials.
+        number = len(self.study.get_trials(deepcopy=False))
+        self.study.sampler = create(*arguments, seed=seed + number)
 
     def enqueue(self, plans: Sequence[Mapping[str, str]]) -> None:
-        """Add trials to be run first; those that the study has, in whatever state, are left out."""
+        """Add trials to be run next, unless the study contains them in any state."""
         with _quiet():
             for plan in plans:
                 self.study.enqueue_trial(dict(plan), skip_if_exists=True)
 
     def work(self, measure: Measure, trials: int, report: Callable[[int], None]) -> None:
-        """Run trials until the study has as many finished ones as asked for, also those of processes that died.
+        """Run trials until the study has a number of finished ones, of all processes.
 
         It ends earlier if all combinations of choices are measured. ``report`` is called with the
         number of finished trials.
@@ -222,18 +236,18 @@ class SharedStudy:
             while True:
                 optuna.storages.fail_stale_trials(self.study)
                 all_trials = self.study.get_trials(deepcopy=False)
-                again = {
-                    number for trial in all_trials for number in trial.user_attrs.get(_TAKEN_UP, ())
-                }
-                running = [trial for trial in self._of("RUNNING") if trial.number not in again]
+                repeated: set[int] = set()
+                for trial in all_trials:
+                    repeated.update(trial.user_attrs.get(_TAKEN_UP, ()))
+                running = [trial for trial in self._of("RUNNING") if trial.number not in repeated]
                 waiting, finished = self._of("WAITING"), len(self._of("COMPLETE")) + self.failed
                 report(finished)
-                everything = math.prod(map(len, self._space.values()))
-                if not waiting and (finished >= trials or len(self.complete()) >= everything):
+                if not waiting and (finished >= trials or self._is_exhausted()):
                     return
                 if waiting or finished + len(running) < trials:
                     self._optimize(measure)
                     continue
+                # Other processes run the remaining trials: wait for a change, then repeat them.
                 states = [trial.state for trial in all_trials]
                 if states != seen:
                     seen, since = states, time.monotonic()
@@ -241,8 +255,12 @@ class SharedStudy:
                     self._take_up(running)
                 time.sleep(min(self._grace / 4, 1.0))
 
+    def _is_exhausted(self) -> bool:
+        """Whether all combinations of choices are measured."""
+        return len(self.complete()) >= math.prod(map(len, self._space.values()))
+
     def _optimize(self, measure: Measure) -> None:
-        """Run a trial; one that is interrupted is there for the next process."""
+        """Run a trial; if it is interrupted, it is left for the next process."""
         begun: list[int] = []
 
         def values(trial: optuna.Trial) -> Sequence[float]:
@@ -252,14 +270,14 @@ class SharedStudy:
         try:
             self.study.optimize(values, n_trials=1, catch=(HtpExportError,))
         except BaseException as error:
-            # Optuna makes another one of an interrupt while it holds the lock of a journal
+            # Optuna converts an interrupt to another error while it holds the lock of a journal.
             if stems_from_interrupt(error):
                 with contextlib.suppress(Exception):
                     self._take_up([trial for trial in self._of("RUNNING") if trial.number in begun])
             raise
 
     def _take_up(self, running: Sequence[optuna.trial.FrozenTrial]) -> None:
-        """Enqueue again what other processes have begun: where one is only slow, one plan is measured twice."""
+        """Enqueue trials of other processes again; a plan of a slow process runs twice."""
         for trial in running:
             history = [*trial.user_attrs.get(_TAKEN_UP, ()), trial.number]
             if len(history) <= _MOST_RETRIES:
@@ -274,29 +292,29 @@ class SharedStudy:
 
     def complete(self) -> list[optuna.trial.FrozenTrial]:
         """The trials that were measured; of trials with equal parameters, the first."""
-        found: dict[str, optuna.trial.FrozenTrial] = {}
+        by_plan: dict[str, optuna.trial.FrozenTrial] = {}
         for trial in self._of("COMPLETE"):
-            found.setdefault(repr(sorted(trial.params.items())), trial)
-        return list(found.values())
+            by_plan.setdefault(repr(sorted(trial.params.items())), trial)
+        return list(by_plan.values())
 
     def why_fewer(self, trials: int) -> list[str]:
-        """Why fewer plans than trials are measured, a sentence; nothing if it is not so."""
-        plans, everything = len(self.complete()), math.prod(map(len, self._space.values()))
+        """A sentence why fewer plans than trials were measured; empty if as many were."""
+        plans = len(self.complete())
         if plans + self.failed >= trials:
             return []
-        if plans >= everything:
+        if self._is_exhausted():
             return [f"{plans} plans are measured, and not {trials}: the space has no others"]
         again = len(self._of("COMPLETE")) - plans
         return [f"{plans} plans are measured, and not {trials}: the sampler chose {again} again"]
 
     @property
     def failed(self) -> int:
-        """Trials that could not be measured; not those of dead processes, which were taken up again."""
+        """The number of trials that could not be measured; crashes of processes do not count."""
         return sum(_PROBLEM in trial.user_attrs for trial in self._of("FAIL"))
 
     @property
     def problems(self) -> list[str]:
-        """Why trials could not be measured, each reason once."""
+        """The reasons why trials could not be measured, each once."""
         reasons = (trial.user_attrs.get(_PROBLEM) for trial in self._of("FAIL"))
         return list(dict.fromkeys(reason for reason in reasons if reason is not None))
 

@@ -1,6 +1,6 @@
-"""Keys and values of a decoder stored as integers of 8 bits: the caches of ONNX Runtime's ``GroupQueryAttention``.
+"""Key-value caches in 8-bit integers, for ONNX Runtime's ``GroupQueryAttention``.
 
-The operator quantizes what it appends, by scales that are measured ahead:
+The operator quantizes the keys and values that it appends, with measured scales:
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention.
 """
 
@@ -20,12 +20,14 @@ from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_o
 
 _OPERATOR = "com.microsoft::GroupQueryAttention"
 _CACHES = {"k": (3, 1, 12), "v": (4, 2, 13)}
-"""Keys and values → the places of the past among the inputs, of the present among the outputs, and of the scales."""
-_LARGEST = 127.0  # of int8 with a symmetric range
+"""Keys and values → places of the past (input), the present (output) and the scales (input)."""
+
+_LARGEST = 127.0
+"""The largest integer of int8 with a symmetric range."""
 
 
 class Cache(Method):
-    """Keys and values are stored as integers; everything else stays."""
+    """Stores keys and values as integers, and changes nothing else."""
 
     activations = ("float32",)
     weights = ("int8",)
@@ -33,41 +35,45 @@ class Cache(Method):
     order = 4
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        """Whether it is attention whose caches are inputs and outputs of the model, and are read by nothing else."""
+        """Whether it is attention whose caches are inputs and outputs without other consumers."""
         if operator_of(node) != _OPERATOR or "kv_cache_bit_width" in node.attributes:
             return False
-        return all(
-            past is not None and facts.dtypes.get(past) == ir.DataType.FLOAT and past.is_graph_input()
-            and present.is_graph_output() and _is_read_by_none(past, node) and _is_read_by_none(present, node)
-            for past, present in _caches_of(node).values()
-        )  # fmt: skip
+        for past, present in _caches_of(node).values():
+            if past is None or facts.dtypes.get(past) != ir.DataType.FLOAT:
+                return False
+            if not past.is_graph_input() or not present.is_graph_output():
+                return False
+            if not _has_no_consumers_but(past, node) or not _has_no_consumers_but(present, node):
+                return False
+        return True
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
         names = [str(present.name) for node in nodes for _, present in _caches_of(node).values()]
         largest: dict[str, Array] = {}
         with activations(work.original.model, work.name, work.samples, names) as runs:
             for arrays in runs:
-                for name in names:  # batch, heads, length, features
-                    array = np.abs(arrays[name]).max((0, 2), initial=0)
-                    largest[name] = np.maximum(largest.get(name, array), array)
+                for name in names:
+                    # axes: batch, heads, length, features
+                    bound = np.abs(arrays[name]).max((0, 2), initial=0)
+                    largest[name] = np.maximum(largest.get(name, bound), bound)
         for node in nodes:
             self._quantize(node, work, largest)
         return iter(())
 
     def _quantize(self, node: ir.Node, work: Work, largest: dict[str, Array]) -> None:
-        node.resize_inputs(
-            max(len(node.inputs), 1 + max(place for _, _, place in _CACHES.values()))
-        )
+        last_place = max(scales for _, _, scales in _CACHES.values())
+        node.resize_inputs(max(len(node.inputs), 1 + last_place))
         for which, (past, present) in _caches_of(node).items():
+            # The operator has a vector of scales, one for each feature of each head.
             bound = largest[str(present.name)].reshape(-1)
             if not self.precision.per_channel:
                 bound = bound.max(keepdims=True)
             scale = np.where(bound > 0, bound / _LARGEST, 1).astype(np.float32)
             name = work.names.tensors.unused(f"{present.name}_scale")
-            made = add_initializer(
+            scales = add_initializer(
                 work.model.graph, ir.Tensor(scale), name, step("computed", "quantized")
             )
-            node.replace_input_with(_CACHES[which][2], made)
+            node.replace_input_with(_CACHES[which][2], scales)
             kind = "PER_CHANNEL" if self.precision.per_channel else "PER_TENSOR"
             node.attributes[f"{which}_quant_type"] = ir.AttrString(f"{which}_quant_type", kind)
             for value in (past, present):
@@ -82,12 +88,13 @@ METHOD = Cache
 
 
 def _caches_of(node: ir.Node) -> dict[str, tuple[ir.Value | None, ir.Value]]:
-    """Keys and values: what comes in, and what goes out."""
+    """Keys and values → the past, an input of a node, and the present, its output."""
     return {
         which: (node.inputs[past], node.outputs[present])
         for which, (past, present, _) in _CACHES.items()
     }
 
 
-def _is_read_by_none(value: ir.Value, but: ir.Node) -> bool:
-    return all(use.node is but or is_standard(use.node, *SIZES_ONLY) for use in value.uses())
+def _has_no_consumers_but(value: ir.Value, node: ir.Node) -> bool:
+    """Whether only a node, and operators that read the size alone, consume a value."""
+    return all(use.node is node or is_standard(use.node, *SIZES_ONLY) for use in value.uses())

@@ -1,8 +1,8 @@
-"""Weights as a quantized checkpoint has them: its integers, scales and zero points, in the operators of ONNX Runtime.
+"""Weights as a quantized checkpoint packs them, in ONNX Runtime's operators.
 
-Nothing is rounded: scales are written in 32 bits, groups of any multiple of 16 inputs as blocks of
-a power of two. Inputs that GPTQ reordered are gathered in this order, because ONNX Runtime's
-``g_idx`` is deprecated.
+Nothing is rounded: scales are written in 32 bits, and groups of any multiple of 16 inputs as blocks
+of a power of two. If GPTQ reordered the inputs of a layer, a Gather reorders them, because ONNX
+Runtime's ``g_idx`` is deprecated.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from htp_export.capabilities.huggingface.packed.weights import Coded, Packed, PackedCheckpoint
 
 
-_TURNED = [1, 0]
+_TRANSPOSED = [1, 0]
+"""The axes of a transposed matrix."""
 
 
 class Stored(Method):
-    """Matrices that a checkpoint has packed stay packed; activations stay."""
+    """Stores matrices as the checkpoint packs them; activations stay."""
 
     activations = ("float32",)
     weights = ("int4", "int8")
@@ -61,23 +62,28 @@ class Stored(Method):
         return self._name(node) is not None
 
     def _name(self, node: ir.Node) -> str | None:
-        """The packed parameter that a node multiplies with."""
-        if (
-            not is_matrix_product(node)
-            or (weight := node.inputs[1]) is None
-            or weight.is_graph_input()
-        ):
+        """The packed parameter that a node multiplies with; None if it has none.
+
+        Raises:
+            InputError: The parameter has another shape in the checkpoint.
+        """
+        if not is_matrix_product(node):
+            return None
+        weight = node.inputs[1]
+        if weight is None or weight.is_graph_input() or not weight.is_initializer():
             return None
         tensor = constant_of(weight)
-        if tensor is None or tensor.dtype != ir.DataType.FLOAT or not weight.is_initializer():
+        if tensor is None or tensor.dtype != ir.DataType.FLOAT:
             return None
-        name = _parameter(recipe_of(weight))
+        recipe = recipe_of(weight)
+        name = _parameter(recipe)
         layer = None if name is None else self._checkpoint.layers.get(name)
         if layer is None:
             return None
-        is_turned = not node.attributes.get_int("transB", 0)
-        shape = layer.shape[::-1] if is_turned else layer.shape
-        if tuple(tensor.shape.numpy()) != shape or is_turned != isinstance(recipe_of(weight), list):
+        # A checkpoint has rows of outputs; a MatMul, and a Gemm without transB, columns of them.
+        is_transposed = not node.attributes.get_int("transB", 0)
+        shape = layer.shape[::-1] if is_transposed else layer.shape
+        if tuple(tensor.shape.numpy()) != shape or is_transposed != isinstance(recipe, list):
             problem = f"{node.op_type} {node.name!r} multiplies with {name!r} of {list(tensor.shape.numpy())}"
             raise InputError(
                 f"{problem}, and {self._checkpoint.path} has {list(layer.shape)}, outputs and inputs"
@@ -90,44 +96,44 @@ class Stored(Method):
         name = self._name(node)
         if name is None or place != 1:
             return None
-        return sum(each.nbytes for each in self._checkpoint.packed(name).tensors().values())
+        return sum(array.nbytes for array in self._checkpoint.packed(name).tensors().values())
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
         return groups_in_memory(nodes)
 
     def quantize(self, part: Submodel, work: Work) -> Made:
         graph = part.model.graph
+        # By name, which a node keeps when it is rewritten; its weight gets another recipe.
         names = {node.name: self._name(node) for node in graph}
         write_products(graph)
-        made: dict[str, tuple[Packed | Coded, dict[str, ir.Value]]] = {}
+        stored: dict[str, tuple[Packed | Coded, dict[str, ir.Value]]] = {}
         for node in list(graph):
             name = names.get(node.name)
             if node.op_type != "MatMul" or name is None:
                 continue
-            if name not in made:
+            if name not in stored:
                 packed = self._readable(name)
                 recipe = step("computed", name, self._checkpoint.kind)
-                made[name] = packed, _registered(graph, name, packed.tensors(), recipe)
-            _replace(graph, node, *made[name])
+                stored[name] = packed, _add_initializers(graph, name, packed.tensors(), recipe)
+            _replace(graph, node, *stored[name])
         remove_unused(list(graph.initializers.values()))
         if self.precision.format == "qdq":
             write_dequantized(graph)
         return Made(part.model)
 
     def _readable(self, name: str) -> Packed | Coded:
-        """A packed weight, if the operators of the format can read it."""
+        """A packed weight; an `InputError` if the operators of the format do not support it."""
         packed = self._checkpoint.packed(name)
-        is_integer = packed.operator == "MatMulNBits" and (
-            packed.points is None or packed.points.dtype.kind == "u"
-        )
-        if self.precision.format == "qdq" and not is_integer:
-            has = (
-                "zero points that are no integers"
-                if packed.operator == "MatMulNBits"
-                else "a table of numbers"
-            )
+        if self.precision.format != "qdq":
+            return packed
+        problem = ""
+        if packed.operator != "MatMulNBits":
+            problem = "a table of numbers"
+        elif packed.points is not None and packed.points.dtype.kind != "u":
+            problem = "zero points that are no integers"
+        if problem:
             raise InputError(
-                f"{name!r} of {self._checkpoint.path} has {has}, which DequantizeLinear has not"
+                f"{name!r} of {self._checkpoint.path} has {problem}, which DequantizeLinear has not"
             )
         return packed
 
@@ -136,13 +142,13 @@ METHOD = Stored
 
 
 def _parameter(recipe: Recipe) -> str | None:
-    """The parameter that a matrix is, as it is or transposed."""
-    if isinstance(recipe, list) and recipe[0] == "transpose" and recipe[-1] in (_TURNED, []):
+    """The parameter in a recipe that copies or transposes one; None for other recipes."""
+    if isinstance(recipe, list) and recipe[0] == "transpose" and recipe[-1] in (_TRANSPOSED, []):
         recipe = recipe[1]
     return recipe if isinstance(recipe, str) else None
 
 
-def _registered(
+def _add_initializers(
     graph: ir.Graph, parameter: str, arrays: dict[str, np.ndarray[Any, Any]], recipe: Recipe
 ) -> dict[str, ir.Value]:
     return {
@@ -154,21 +160,22 @@ def _registered(
 def _replace(
     graph: ir.Graph, node: ir.Node, packed: Packed | Coded, values: dict[str, ir.Value]
 ) -> None:
-    read, new = node.inputs[0], []
+    """Replace a ``MatMul`` by the operator of a packed weight, with inputs in packed order."""
+    activation, new = node.inputs[0], []
     if "order" in values:
-        new.append(
-            ir.node("Gather", [read, values["order"]], {"axis": -1}, name=f"{node.name}_order")
+        assert activation is not None
+        gather = ir.node(
+            "Gather", [activation, values["order"]], {"axis": -1}, name=f"{node.name}_order"
         )
-        [read] = new[0].outputs
-        assert node.inputs[0] is not None
-        read.name, read.type, read.shape = (
-            f"{node.name}_ordered",
-            node.inputs[0].type,
-            node.inputs[0].shape,
-        )
-    given = [read, *(values[end] for end in ("levels", "scales", "zero_points") if end in values)]
+        new.append(gather)
+        [ordered] = gather.outputs
+        ordered.name = f"{node.name}_ordered"
+        ordered.type, ordered.shape = activation.type, activation.shape
+        activation = ordered
+    inputs = [activation]
+    inputs += [values[end] for end in ("levels", "scales", "zero_points") if end in values]
     product = ir.node(
-        packed.operator, given, packed.attributes, domain="com.microsoft", name=node.name
+        packed.operator, inputs, packed.attributes, domain="com.microsoft", name=node.name
     )
     ir.convenience.replace_nodes_and_values(
         graph, node, [node], [*new, product], node.outputs, product.outputs
@@ -177,33 +184,32 @@ def _replace(
 
 
 def checkpoint_precision(weights: str | os.PathLike[str], tagged: TaggedModel) -> Precision:
-    """The precision that a quantized checkpoint has; only its headers are read.
+    """The precision of a quantized checkpoint, of which only the headers are read.
 
-    A tied parameter that the checkpoint has once has both of its names.
+    A tied parameter that the checkpoint contains once is found by both of its names.
     """
     from htp_export.capabilities.huggingface.packed.checkpoints import read_packed
 
-    found = read_packed(weights)
-    ties = [(each.name, each.tied) for each in (tagged.declared or {}).values() if each.tied]
-    both = {
-        name: other
-        for pair in ties
-        for name, other in (pair, pair[::-1])
-        if name not in found and other in found
-    }
-    return Precision(
-        CHECKPOINT, CHECKPOINT, weight="int4", options={"checkpoint": found.also(both)}
-    )
+    checkpoint = read_packed(weights)
+    aliases: dict[str, str] = {}
+    for parameter in (tagged.declared or {}).values():
+        name, tied = parameter.name, parameter.tied
+        if tied and tied in checkpoint and name not in checkpoint:
+            aliases[name] = tied
+        elif tied and name in checkpoint and tied not in checkpoint:
+            aliases[tied] = name
+    options = {"checkpoint": checkpoint.also(aliases)}
+    return Precision(CHECKPOINT, CHECKPOINT, weight="int4", options=options)
 
 
 def with_numbers(tagged: TaggedModel, precision: Precision) -> TaggedModel:
-    """A copy of a model whose parameters are those of the checkpoint, dequantized; computed when they are read.
+    """A copy of a model with the dequantized parameters of the checkpoint, computed lazily.
 
-    AWQ changes norms, too: matrices alone would make another model. Buffers stay where the
-    checkpoint has none.
+    All parameters are replaced, because AWQ changes norms, too. Buffers that the checkpoint does not
+    contain stay.
 
     Raises:
-        InputError: If the checkpoint lacks a parameter, or has it in another shape.
+        InputError: The checkpoint lacks a parameter, or has it in another shape.
     """
     checkpoint: Any = precision.options["checkpoint"]
     copy = tagged.clone()

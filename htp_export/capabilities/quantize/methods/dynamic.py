@@ -1,4 +1,4 @@
-"""Operators on integers with ranges that are measured when they run: ONNX Runtime's dynamic quantizer."""
+"""Integer operators whose ranges are measured at run time: ONNX Runtime's dynamic quantizer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,19 @@ from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.files.model_files import read_model
 from htp_export.weights.products import weight_axes, weight_place
 
-_FIRST_DYNAMIC, _FIRST_PER_CHANNEL = 10, 13  # opsets
+_FIRST_DYNAMIC, _FIRST_PER_CHANNEL = 10, 13
+"""The first opsets with integer operators, and with scales by channel."""
+
 _WITH_WEIGHT = frozenset(("MatMul", "Gemm", "Conv", "Gather", "LSTM"))
 _PRODUCTS = frozenset(("MatMul", "Gemm"))
 _BY_CHANNEL = frozenset(("MatMul", "Gemm", "LSTM"))
 
+_SCALE_BYTES = 5
+"""A scale in float32, and a zero point of 8 bits."""
+
 
 class Dynamic(Method):
-    """Weights are integers, and activations while operators run."""
+    """Weights are integers; activations are quantized at run time."""
 
     activations = ("uint8",)
     weights = ("int8", "uint8")
@@ -50,24 +55,26 @@ class Dynamic(Method):
         if not _is_float(constant_of(node.inputs[weight_place(node)])):
             return False
         if node.op_type == "LSTM":
-            return not node.attributes.get_int("layout", 0) and _is_float(
-                constant_of(node.inputs[2])
-            )
+            has_usual_layout = not node.attributes.get_int("layout", 0)
+            return has_usual_layout and _is_float(constant_of(node.inputs[2]))
         return node.op_type not in _PRODUCTS or can_be_product(node)
 
     def bytes_of(
         self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
     ) -> int | None:
         axes = weight_axes(node, place)
-        if place != weight_place(node) and (axes is None or node.op_type != "LSTM"):
+        is_recurrent = node.op_type == "LSTM"
+        if place != weight_place(node) and (axes is None or not is_recurrent):
             if place == 0:
                 return tensor.size  # a constant input is quantized with the weight
             return None if self.shared_by(node, place) is None else tensor.nbytes
         shape = [int(size) for size in tensor.shape.numpy()]
-        directions = shape[0] if node.op_type == "LSTM" else 1
-        by_channel = axes is not None and self._has_scales_by_channel(node)
-        scales = directions * shape[axes[1]] if axes is not None and by_channel else 0
-        return math.prod(shape) + 5 * (scales or (directions if node.op_type == "LSTM" else 0))
+        directions = shape[0] if is_recurrent else 1
+        # A single scale is a scalar, which is no weight; an LSTM has a vector of one per direction.
+        scales = directions if is_recurrent else 0
+        if axes is not None and self._has_scales_by_channel(node):
+            scales = directions * shape[axes[1]] or scales
+        return math.prod(shape) + _SCALE_BYTES * scales
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
         if place == 0:
@@ -77,37 +84,40 @@ class Dynamic(Method):
         return node.op_type if weight_axes(node, place) is not None else None
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        """ONNX Runtime turns the weights of an LSTM in place, also where another LSTM reads them: each is alone.
+        """Groups that fit into memory; nodes with a single scale, and each LSTM, are apart.
 
-        It has one option for all nodes whether they have a scale for each channel.
+        ONNX Runtime has one option for all nodes of a model: whether scales are by channel. It
+        transposes the weights of an LSTM in place, even if another LSTM reads them.
         """
         recurrent = [node for node in nodes if node.op_type == "LSTM"]
         others = [node for node in nodes if node.op_type != "LSTM"]
         yield from groups_in_memory([node for node in others if not _has_one_scale(node)])
-        yield from groups_in_memory([*filter(_has_one_scale, others)])
+        yield from groups_in_memory([node for node in others if _has_one_scale(node)])
         yield from ([node] for node in recurrent)
 
     def _has_scales_by_channel(self, node: ir.Node) -> bool:
-        return (
-            self.precision.per_channel and node.op_type in _BY_CHANNEL and not _has_one_scale(node)
-        )
+        is_supported = self.precision.per_channel and node.op_type in _BY_CHANNEL
+        return is_supported and not _has_one_scale(node)
 
     def quantize(self, part: Submodel, work: Work) -> Made:
-        """ONNX Runtime runs ``ConvInteger`` with unsigned weights alone, so convolutions get these."""
-        write_products(part.model.graph)
-        kinds = {node.op_type for node in part.model.graph}
-        unsigned = self.precision.weight == "uint8" or "Conv" in kinds
-        tool, weights = quantizers(), float_weights(part.model.graph)
+        graph = part.model.graph
+        write_products(graph)
+        weights = float_weights(graph)
+        kinds = {node.op_type for node in graph}
+        has_convolutions = "Conv" in kinds
+        by_channel = not has_convolutions and any(map(self._has_scales_by_channel, graph))
+        tool = quantizers()
+        # ONNX Runtime runs ConvInteger only with unsigned weights.
+        is_unsigned = self.precision.weight == "uint8" or has_convolutions
         with made_file() as target, quietly():
             tool.quantize_dynamic(
                 part.proto(),
                 target,
                 op_types_to_quantize=sorted(kinds),
-                per_channel="Conv" not in kinds
-                and any(map(self._has_scales_by_channel, part.model.graph)),
+                per_channel=by_channel,
                 reduce_range=self.precision.reduce_range,
-                weight_type=tool.QuantType.QUInt8 if unsigned else tool.QuantType.QInt8,
-                extra_options={"MatMulConstBOnly": True},
+                weight_type=tool.QuantType.QUInt8 if is_unsigned else tool.QuantType.QInt8,
+                extra_options={"MatMulConstBOnly": True},  # not products of two activations
             )
             made = read_model(target)
         record_rounding(made.graph, weights)
@@ -118,7 +128,7 @@ METHOD = Dynamic
 
 
 def _has_one_scale(node: ir.Node) -> bool:
-    """Whether a node multiplies by a vector, or by several matrices: neither has a scale for each column."""
+    """Whether a node multiplies by a vector or by several matrices: it has a single scale."""
     weight = constant_of(node.inputs[1]) if node.op_type == "MatMul" else None
     return weight is not None and len(weight.shape) != 2
 

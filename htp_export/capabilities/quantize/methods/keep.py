@@ -1,4 +1,4 @@
-"""Modules that stay as they are: their precision is there to be named in plans."""
+"""The method of ``fp32``: modules stay as they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from htp_export.capabilities.quantize.method import Method
 
 
 class Keep(Method):
-    """Nothing is done."""
+    """Leaves all nodes unchanged."""
 
     activations = ("float32",)
     weights = ("float32",)

@@ -1,10 +1,12 @@
-"""Weights of matrix products and tables in few bits, block by block: ONNX Runtime's MatMulNBitsQuantizer.
+"""Weights of products and tables in blocks of 4 or 8 bits: MatMulNBitsQuantizer.
 
-Other forms, and convolutions and tables in 8 bits, which it does not know: ``weight_operators.py``.
+``weight_operators.py`` has other formats, and convolutions and tables in 8 bits, which it does not
+support.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,22 +38,24 @@ from htp_export.model.recipes import recipe_of, recorded
 from htp_export.weights.products import weight_axes, weight_place
 
 _PACKING = ("rtn", "k-quant")
-"""Algorithms that pack two zero points of a column into a byte, and fail on an odd number of them."""
+"""Algorithms that pack two zero points of a column into a byte: an odd number fails."""
+
 _INT8 = 4
-"""The accuracy level at which ONNX Runtime rounds activations to int8, block by block, and multiplies integers.
+"""The accuracy level at which ONNX Runtime rounds activations to int8 and multiplies integers.
 
 Without a level it computes in fp32: with weights of 8 bits more slowly than with floats
 (docs/quantize.md).
 """
 
-_SCALES = 2  # their place among the inputs of MatMulNBits
+_SCALES = 2
+"""The place of the scales among the inputs of ``MatMulNBits``."""
 
-# opsets of DequantizeLinear with an axis, and with scales in float16
 _FIRST_BY_CHANNEL, _FIRST_NARROW = 13, 19
+"""The first opsets of ``DequantizeLinear`` with an axis, and with scales in float16."""
 
 
 class Blocks(Method):
-    """Weights are rounded in blocks with a scale each; activations stay, or are floats of 16 bits."""
+    """Weights are rounded in blocks with a scale; activations stay, or are 16-bit floats."""
 
     activations = ("float32", "float16", "bfloat16")
     weights = ("int4", "int8")
@@ -64,115 +68,126 @@ class Blocks(Method):
     in_subgraphs = True
 
     def check(self) -> None:
-        if self.is_standard and self.precision.algorithm == "hqq":
-            raise self.precision.fault(
-                "zero points of hqq are no integers, and those of DequantizeLinear are"
+        precision = self.precision
+        if self.is_standard and self._is_hqq:
+            raise precision.fault(
+                "zero points of hqq are no integers, and DequantizeLinear has no others"
             )
-        if self._around is None and self.precision.options:
-            raise self.precision.fault("narrow_io is for activations in float16 or bfloat16")
-        if self.precision.bits != 4 and self.precision.algorithm == "hqq":
-            raise self.precision.fault(
-                f"with hqq, ONNX Runtime runs 4 bits, not {self.precision.bits}"
-            )
-        if self.precision.algorithm == "hqq" and self.precision.accuracy_level:
-            raise self.precision.fault(
+        if self._cast is None and precision.options:
+            raise precision.fault("narrow_io is for activations in float16 or bfloat16")
+        if precision.bits != 4 and self._is_hqq:
+            raise precision.fault(f"with hqq, ONNX Runtime runs 4 bits, not {precision.bits}")
+        if self._is_hqq and precision.accuracy_level:
+            raise precision.fault(
                 "accuracy_level has no effect with hqq: zero points that are floats mean fp32"
             )
-        if self.is_standard and self.precision.accuracy_level is not None:
-            raise self.precision.fault(
+        if self.is_standard and precision.accuracy_level is not None:
+            raise precision.fault(
                 "accuracy_level is of MatMulNBits, which the format qdq does not write"
             )
 
     @property
     def accuracy_level(self) -> int:
-        """The arithmetic of products: int8, unless zero points are floats, with which ONNX Runtime computes in fp32.
+        """The arithmetic of products: int8, or fp32 for zero points in floats.
 
-        Products in float16 have none: at level 4, ONNX Runtime 1.32 computes something else on the
-        CPU, unless all of its optimizations are on.
+        Products in float16 have no level: at level 4, ONNX Runtime 1.32 computes other results on
+        the CPU, unless all of its optimizations are on.
         """
-        given = self.precision.accuracy_level
-        has_none = (
-            self.is_standard
-            or self.precision.algorithm == "hqq"
-            or self.precision.activation == "float16"
-        )
-        return given if given is not None else 0 if has_none else _INT8
+        level = self.precision.accuracy_level
+        if level is not None:
+            return level
+        if self.is_standard or self._is_hqq or self.precision.activation == "float16":
+            return 0
+        return _INT8
 
     @property
     def is_standard(self) -> bool:
-        """Whether the operators of ONNX read the weights."""
+        """Whether the weights are written for operators of ONNX, not of ONNX Runtime."""
         return self.precision.format == "qdq"
+
+    @property
+    def _is_hqq(self) -> bool:
+        """Whether zero points are floats."""
+        return self.precision.algorithm == "hqq"
 
     @property
     def first_opset(self) -> int:
         return FIRST_BLOCKS if self.is_standard else super().first_opset
 
     @property
-    def _around(self) -> Cast | None:
-        """What is done to operators without such weights, and to what the others read and make, if anything is."""
+    def _cast(self) -> Cast | None:
+        """The method for the other operators of the modules; None for activations in float32."""
         kind = self.precision.activation
-        return (
-            None
-            if kind == "float32"
-            else Cast(Precision(kind, "cast", kind, kind, options=self.precision.options))
-        )
+        if kind == "float32":
+            return None
+        return Cast(Precision(kind, "cast", kind, kind, options=self.precision.options))
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        has_blocks = self._has_blocks(node) and not self._needs_opset(node, facts)
-        return has_blocks or (self._around is not None and self._around.takes(node, facts))
+        if self._has_blocks(node) and not self._needs_opset(node, facts):
+            return True
+        return self._cast is not None and self._cast.takes(node, facts)
 
     def why_not(self, node: ir.Node, facts: Facts) -> str:
-        if why := super().why_not(node, facts):
-            return why
-        if self._has_blocks(node) and (opset := self._needs_opset(node, facts)):
-            return f"DequantizeLinear has what it needs from opset {opset} on, and the model has {facts.opset}"
+        reason = super().why_not(node, facts)
+        if reason:
+            return reason
+        opset = self._needs_opset(node, facts) if self._has_blocks(node) else 0
+        if opset:
+            return f"DequantizeLinear supports it from opset {opset} on, and the model has {facts.opset}"
         if self._fails_on_odd_blocks(node):
             return f"{self.precision.algorithm} fails on an odd number of blocks in a column: choose another block_size"
         return ""
 
     def _needs_opset(self, node: ir.Node, facts: Facts) -> int:
-        """The opset from which on a convolution can be stored, where the model has an earlier one; 0 otherwise."""
-        weight = (
-            constant_of(node.inputs[weight_place(node)]) if node.op_type in CONVOLUTIONS else None
-        )
+        """The opset that a convolution needs if the model has an earlier one; 0 otherwise."""
+        if node.op_type not in CONVOLUTIONS:
+            return 0
+        weight = constant_of(node.inputs[weight_place(node)])
         if weight is None:
             return 0
         first = _FIRST_NARROW if weight.dtype == ir.DataType.FLOAT16 else _FIRST_BY_CHANNEL
         return first if facts.opset < first else 0
 
     def _has_blocks(self, node: ir.Node) -> bool:
-        """Whether a product has a constant matrix on the right; also a ``Gather`` of rows; with 8 bits, convolutions.
+        """Whether the weight of a node can be stored in this precision.
 
-        The ``Gather`` of ONNX has no blocks: ONNX Runtime would dequantize the whole table in every
-        run.
+        These are products with a constant matrix on the right, a ``Gather`` of rows, and with 8 bits,
+        convolutions.
         """
         if node.domain or node.op_type not in ("MatMul", "Gemm", "Gather", *CONVOLUTIONS):
             return False
         weight = constant_of(node.inputs[weight_place(node)])
         if weight is None or weight.dtype not in self.floats:
             return False
-        precision, is_default = self.precision, self.precision.algorithm == "default"
         if node.op_type in CONVOLUTIONS:
-            return precision.bits == 8 and is_default and self._around is None
+            is_default = self.precision.algorithm == "default"
+            return self.precision.bits == 8 and is_default and self._cast is None
         if len(weight.shape) != 2:
             return False
         if node.op_type == "Gather":
-            takes_rows = (
-                is_default
-                and not self.is_standard
-                and (precision.bits == 4 or self._around is None)
-            )
-            return takes_rows and node.attributes.get_int("axis", 0) == 0
+            return self._looks_up_blocks() and node.attributes.get_int("axis", 0) == 0
         return can_be_product(node) and not self._fails_on_odd_blocks(node)
 
+    def _looks_up_blocks(self) -> bool:
+        """Whether a ``Gather`` of rows can have the precision.
+
+        The ``Gather`` of ONNX has no blocks: ONNX Runtime would dequantize the whole table in every
+        run.
+        """
+        if self.precision.algorithm != "default" or self.is_standard:
+            return False
+        return self.precision.bits == 4 or self._cast is None
+
     def _fails_on_odd_blocks(self, node: ir.Node) -> bool:
+        """Whether ONNX Runtime's algorithm fails: on an odd number of 4-bit zero points."""
         weight = constant_of(node.inputs[1]) if can_be_product(node) else None
         if weight is None or len(weight.shape) != 2:
             return False
-        fails = (
-            self.precision.algorithm in _PACKING and self.precision.bits == 4 and self._has_points()
-        )
-        return fails and -(-sizes_in_blocks(node)[0] // self.precision.block_size) % 2 == 1
+        is_packed = self.precision.algorithm in _PACKING and self.precision.bits == 4
+        if not is_packed or not self._has_points():
+            return False
+        rows, _ = sizes_in_blocks(node)
+        return math.ceil(rows / self.precision.block_size) % 2 == 1
 
     def _has_points(self) -> bool:
         return not self.precision.symmetric or self.precision.algorithm == "k-quant"
@@ -181,29 +196,28 @@ class Blocks(Method):
         self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
     ) -> int | None:
         if not self._has_blocks(node) or place != weight_place(node):
-            around = (
-                None if self._around is None else self._around.bytes_of(node, place, tensor, facts)
-            )
-            return (
-                around
-                if around is not None or self.shared_by(node, place) is None
-                else tensor.nbytes
-            )
+            narrow = None if self._cast is None else self._cast.bytes_of(node, place, tensor, facts)
+            if narrow is None and self.shared_by(node, place) is not None:
+                return tensor.nbytes
+            return narrow
         if node.op_type in CONVOLUTIONS:
             axes = weight_axes(node, place)
-            return (
-                tensor.size + int(tensor.dtype.itemsize) * int(tensor.shape.numpy()[axes[1]])
-                if axes is not None
-                else None
-            )
+            if axes is None:
+                return None
+            channels = int(tensor.shape.numpy()[axes[1]])
+            return tensor.size + int(tensor.dtype.itemsize) * channels
         bits, size = self.precision.bits, self.precision.block_size
         along, across = sizes_in_blocks(node)
-        blocks = -(-along // size)
+        blocks = math.ceil(along / size)
         if node.op_type == "Gather" or self.is_standard:
-            packed, points = (along * across * bits + 7) // 8, (across * blocks * bits + 7) // 8
+            # packed without padding, over all rows
+            packed = math.ceil(along * across * bits / 8)
+            points = math.ceil(across * blocks * bits / 8)
         else:
-            packed, points = across * blocks * size * bits // 8, across * ((blocks * bits + 7) // 8)
-        if self.precision.algorithm == "hqq":
+            # MatMulNBits: whole blocks, and whole bytes of zero points, for each column
+            packed = across * blocks * size * bits // 8
+            points = across * math.ceil(blocks * bits / 8)
+        if self._is_hqq:
             points = across * blocks * int(tensor.dtype.itemsize)  # floats
         elif not self._has_points():
             points = 0
@@ -219,17 +233,18 @@ class Blocks(Method):
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
         with_weight = [node for node in nodes if self._has_blocks(work.twins[node])]
-        known = set(work.model.graph.all_nodes())
+        before = set(work.model.graph.all_nodes())
         yield from super().apply(with_weight, work)
-        if self._around is not None:
-            chosen = set(nodes)
-            new = [
-                node for node in work.model.graph.all_nodes() if node not in known or node in chosen
-            ]
-            cast_nodes(new, self.precision, work)
+        if self._cast is not None:
+            untouched = before.difference(nodes)
+            cast_nodes(
+                [node for node in work.model.graph.all_nodes() if node not in untouched],
+                self.precision,
+                work,
+            )
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        # nothing of them is in memory
+        # Weights of these are computed when they are written: one group for each graph is enough.
         apart = [node for node in nodes if self._in_eight_bits(node)]
         for graph in dict.fromkeys(node.graph for node in apart):
             yield [node for node in apart if node.graph is graph]
@@ -246,16 +261,15 @@ class Blocks(Method):
             return Made(part.model)
         tool = quantizers("matmul_nbits_quantizer")
         write_products(part.model.graph)
-        weights = {
-            f"{value.name}_": recipe_of(value)
-            for value in part.model.graph.initializers.values()
-            if all(use.node.op_type == "MatMul" for use in value.uses())
-        }
-        tables = {
-            f"{value.name}_": recipe_of(value)
-            for value in part.model.graph.initializers.values()
-            if value.uses() and all(use.node.op_type == "Gather" for use in value.uses())
-        }
+        # The quantizer names its tensors after the weight; recipes are recorded by these names.
+        weights: dict[str, Recipe] = {}
+        tables: dict[str, Recipe] = {}
+        for value in part.model.graph.initializers.values():
+            consumers = {use.node.op_type for use in value.uses()}
+            if consumers <= {"MatMul"}:
+                weights[f"{value.name}_"] = recipe_of(value)
+            elif consumers == {"Gather"}:
+                tables[f"{value.name}_"] = recipe_of(value)
         quantizer = tool.MatMulNBitsQuantizer(
             part.proto(),
             block_size=self.precision.block_size,
@@ -265,7 +279,7 @@ class Blocks(Method):
         with quietly():
             quantizer.process()
         made: onnx.ModelProto = quantizer.model.model
-        # two readers of a weight write it twice
+        # the quantizer writes a weight once for each of its consumers
         unique = {tensor.name: tensor for tensor in made.graph.initializer}
         del made.graph.initializer[:]
         made.graph.initializer.extend(unique.values())
@@ -273,8 +287,10 @@ class Blocks(Method):
             onnx.save(made, file)
             quantized = read_model(file)
         for node in quantized.graph:
-            if node.op_type == "MatMulNBits" and (level := self._level_of(node)):
+            level = self._level_of(node) if node.op_type == "MatMulNBits" else 0
+            if level:
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", level)
+        # The step `quantize` of recipes computes the levels of this algorithm alone.
         if self.precision.algorithm == "default":
             self._record(quantized.graph, weights, tables)
         if self.is_standard:
@@ -290,27 +306,25 @@ class Blocks(Method):
     def _record(
         self, graph: ir.Graph, weights: Mapping[str, Recipe], tables: Mapping[str, Recipe]
     ) -> None:
-        """Record how the levels, scales and zero points of matrices and tables were made."""
-        bits, size, symmetric = (
-            self.precision.bits,
-            self.precision.block_size,
-            int(self.precision.symmetric),
-        )
-        for end, what in (
-            (f"Q{bits}", "levels"),
-            ("scales", "scales"),
-            ("zero_points", "zero_points"),
-        ):
-            for weight, recipe in weights.items():
-                value = graph.initializers.get(f"{weight}{end}")
+        """Record the recipes of levels, scales and zero points; keys are the prefixes of names."""
+        bits, size = self.precision.bits, self.precision.block_size
+        settings = [bits, size, int(self.precision.symmetric)]
+        parts = {f"Q{bits}": "levels", "scales": "scales", "zero_points": "zero_points"}
+        for end, part in parts.items():
+            recipes = {
+                **{
+                    f"{name}{end}": step("quantize", of, [part, *settings])
+                    for name, of in weights.items()
+                },
+                **{
+                    f"{name}{end}": step("round", of, [part, "rows", *settings])
+                    for name, of in tables.items()
+                },
+            }
+            for name, recipe in recipes.items():
+                value = graph.initializers.get(name)
                 if value is not None and value.const_value is not None:
-                    made = step("quantize", recipe, [what, bits, size, symmetric])
-                    value.const_value = recorded(value.const_value, made)
-            for table, recipe in tables.items():
-                value = graph.initializers.get(f"{table}{end}")
-                if value is not None and value.const_value is not None:
-                    made = step("round", recipe, [what, "rows", bits, size, symmetric])
-                    value.const_value = recorded(value.const_value, made)
+                    value.const_value = recorded(value.const_value, recipe)
 
     def _algorithm(self, tool: Any, part: Submodel) -> Any:
         """The configuration of the algorithm, for the nodes of a part."""
@@ -319,25 +333,20 @@ class Blocks(Method):
             self.precision.bits,
             self.precision.block_size,
         )
-        if algorithm in _PACKING:
-            by_node = {
-                str(node.name): {"bits": bits, "group_size": size} for node in part.model.graph
-            }
-            config = (
-                tool.RTNWeightOnlyQuantConfig
-                if algorithm == "rtn"
-                else tool.KQuantWeightOnlyQuantConfig
-            )
-            return config(customized_weight_config=by_node)
-        if algorithm == "hqq":
+        if self._is_hqq:
             return tool.HQQWeightOnlyQuantConfig(block_size=size, bits=bits)
-        kinds = tuple(
-            kind
-            for kind in ("MatMul", "Gather")
-            if any(node.op_type == kind for node in part.model.graph)
-        )
+        if algorithm in _PACKING:
+            setting = {"bits": bits, "group_size": size}
+            by_node = {str(node.name): dict(setting) for node in part.model.graph}
+            if algorithm == "rtn":
+                return tool.RTNWeightOnlyQuantConfig(customized_weight_config=by_node)
+            return tool.KQuantWeightOnlyQuantConfig(customized_weight_config=by_node)
+        op_types = {node.op_type for node in part.model.graph}
         return tool.DefaultWeightOnlyQuantConfig(
-            size, self.precision.symmetric, bits=bits, op_types_to_quantize=kinds
+            size,
+            self.precision.symmetric,
+            bits=bits,
+            op_types_to_quantize=tuple(kind for kind in ("MatMul", "Gather") if kind in op_types),
         )
 
 
@@ -345,11 +354,9 @@ METHOD = Blocks
 
 
 def sizes_in_blocks(node: ir.Node) -> tuple[int, int]:
-    """The elements of a weight along a block, and across."""
-    weight, axes = (
-        constant_of(node.inputs[weight_place(node)]),
-        weight_axes(node, weight_place(node)),
-    )
+    """The size of a matrix along the axis that is cut into blocks, and of the other axis."""
+    place = weight_place(node)
+    weight, axes = constant_of(node.inputs[place]), weight_axes(node, place)
     assert weight is not None
     assert axes is not None
     first, second = (int(size) for size in weight.shape.numpy())

@@ -1,1 +1,1 @@
-"""Plans as other tools read them: a file ``NAME.py`` for each tool, with a function ``plan_file``."""
+"""Plans for other tools: a file ``NAME.py`` for each tool, with a function ``plan_file``."""

@@ -1,15 +1,17 @@
-"""ONNX Runtime GenAI's model builder: its ``target_options``, for a decoder that it builds from the same checkpoint.
+"""``target_options`` for ONNX Runtime GenAI's model builder, which reads the same checkpoint.
 
-The builder writes a file of its own, whose nodes it names by the modules of transformers:
-``model.layers.0.self_attn. q_proj`` is ``/model/layers.0/attn/q_proj/MatMul``. One run has one type
-of weights, with blocks of one size; a list of overrides gives single nodes 4 or 8 bits, or leaves
-them as they are. The builder refuses a name that it does not write.
+The builder writes a file of its own, and names its nodes after the modules of transformers:
+``model.layers.0.self_attn.q_proj`` is ``/model/layers.0/attn/q_proj/MatMul``. A run has one type of
+weights, and one block size; a list of overrides sets 4 or 8 bits for single nodes, or excludes
+them. The builder rejects an unknown name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import onnx_ir as ir
 
 from htp_export.capabilities.quantize.plan_exporting import (
     Expressed,
@@ -49,11 +51,12 @@ def plan_file(planned: PlannedModel) -> TargetFile:
         for use in planned.weighted(nodes)
     }
     usual = min(bits.values())
-    named = {
-        _name(planned.tagged.owners_of(use.node)): bits.get(use.node)
-        for use in planned.weighted(planned.nodes)
-        if use.node.op_type != "Gather"
-    }
+    overrides: list[dict[str, object]] = []
+    for name, node_bits in _bits_by_name(planned, bits).items():
+        if node_bits is None:
+            overrides.append({"match": {"name": name}, "exclude": True})
+        elif node_bits != usual:
+            overrides.append({"match": {"name": name}, "type": f"int{node_bits}"})
     settings = {
         "type": f"int{usual}",
         "block_size": first.block_size,
@@ -61,14 +64,7 @@ def plan_file(planned: PlannedModel) -> TargetFile:
         "method": _METHODS[first.algorithm],
         "accuracy_level": value_of(first, "accuracy_level"),
         "op_types": ["MatMul"],
-        "overrides": [
-            {
-                "match": {"name": name},
-                **({"exclude": True} if found is None else {"type": f"int{found}"}),
-            }
-            for name, found in named.items()
-            if found != usual
-        ],
+        "overrides": overrides,
     }
     notes = [
         "python -m onnxruntime_genai.models.builder -m MODEL -o FOLDER -e cpu --target_options FILE"
@@ -82,15 +78,22 @@ def plan_file(planned: PlannedModel) -> TargetFile:
     return TargetFile(content, (*notes, *planned.subgraph_notes()))
 
 
+def _bits_by_name(planned: PlannedModel, bits: Mapping[ir.Node, int]) -> dict[str, int | None]:
+    """The builder's name of each product → the bits of its weight; None if it stays as it is."""
+    by_name: dict[str, int | None] = {}
+    for use in planned.weighted(planned.nodes):
+        if use.node.op_type != "Gather":
+            by_name[_name(planned.tagged.owners_of(use.node))] = bits.get(use.node)
+    return by_name
+
+
 def _name(owners: Iterable[str]) -> str:
-    """The builder's name of the node with the weight of a module."""
+    """The builder's name of the product with the weight of a module."""
     path = next(iter(owners), "")
     match = _LAYER.fullmatch(path)
     if match is None:
         raise InputError(f"the builder of genai names no node by module {path or '(root)'!r}")
     layer, part, name, head = match.groups()
-    return (
-        f"/{head}/MatMul"
-        if head
-        else f"/model/layers.{layer}/{part.removeprefix('self_')}/{name}/MatMul"
-    )
+    if head:
+        return f"/{head}/MatMul"
+    return f"/model/layers.{layer}/{part.removeprefix('self_')}/{name}/MatMul"

@@ -1,7 +1,7 @@
 """NVIDIA ModelOpt: arguments of ``modelopt.onnx.quantization.quantize``.
 
-It takes names of nodes as regular expressions, which it matches with the *beginning* of a name
-(``re.match``): names are escaped, and end in ``$``. One run has one kind of integers; in the mode
+It accepts regular expressions, and matches them with the *beginning* of a node's name
+(``re.match``): names are escaped, and end in ``$``. A run has one type of integers; in the mode
 ``int4``, single weights may have 8 bits.
 """
 
@@ -23,6 +23,7 @@ EXPRESSED: Expressed = {
 
 _HIGH = {"float16": "fp16", "bfloat16": "bf16"}
 _EIGHT_BITS = re.compile(r"[/a-zA-Z0-9_.\-]+")
+"""The names of weights that ModelOpt can parse in ``layers_8bit``, a list with commas."""
 
 
 def plan_file(planned: PlannedModel) -> TargetFile:
@@ -56,14 +57,13 @@ def _patterns(nodes: Iterable[ir.Node]) -> list[str]:
 
 
 def _blocks(planned: PlannedModel) -> dict[str, object]:
-    """What the mode ``int4`` takes: the size of blocks, and the weights with 8 bits."""
+    """The arguments of the mode ``int4``: the size of blocks, and the weights with 8 bits."""
     weights = planned.of("weights")
     planned.check_alike("modelopt", "weights", "block_size")
-    bits = {
-        str(use.value.name): each.bits
-        for each, nodes in weights.items()
-        for use in planned.weighted(nodes)
-    }
+    bits: dict[str, int] = {}
+    for precision, nodes in weights.items():
+        for use in planned.weighted(nodes):
+            bits[str(use.value.name)] = precision.bits
     eight = [name for name in bits if bits[name] == 8]
     for name in eight:
         if not _EIGHT_BITS.fullmatch(name):

@@ -1,7 +1,7 @@
 """NNCF: arguments of ``nncf.quantize`` and ``nncf.compress_weights``.
 
-Both quantize what they can, except for the nodes of an ``nncf.IgnoredScope``, by their names in
-ONNX.
+Both quantize all operators that they support, except for the nodes that an ``nncf.IgnoredScope``
+names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXPRESSED: Expressed = {
 
 
 def plan_file(planned: PlannedModel) -> TargetFile:
-    """The arguments as JSON: each ``ignored_scope`` is made by ``nncf.IgnoredScope(**...)``."""
+    """The arguments as JSON: ``ignored_scope`` has the arguments of ``nncf.IgnoredScope``."""
     static, weights = planned.of("static"), planned.of("weights")
     content: dict[str, object] = {}
     if static:
@@ -48,7 +48,7 @@ def plan_file(planned: PlannedModel) -> TargetFile:
         )
     if any(precision.bits == 4 for precision in weights):
         notes.append(
-            "NNCF does not add the opset import of com.microsoft for int4: onnx refuses what it returns"
+            "NNCF does not add the opset import of com.microsoft for int4: onnx refuses its result"
         )
     if len(static) > 1:
         notes.append(
@@ -58,17 +58,18 @@ def plan_file(planned: PlannedModel) -> TargetFile:
 
 
 def _mode(precision: Precision) -> dict[str, Any]:
+    symmetry = "sym" if precision.symmetric else "asym"
     if precision.bits == 8:
-        return {"mode": f"int8_{'sym' if precision.symmetric else 'asym'}"}
-    mode = f"int4_{'sym' if precision.symmetric else 'asym'}"  # alone in taking what follows
-    return {"mode": mode, "group_size": precision.block_size, "ratio": 1.0, "all_layers": True}
+        return {"mode": f"int8_{symmetry}"}  # accepts no further arguments
+    group = {"group_size": precision.block_size, "ratio": 1.0, "all_layers": True}
+    return {"mode": f"int4_{symmetry}", **group}
 
 
 def _all_but(planned: PlannedModel, chosen: list[ir.Node]) -> dict[str, object]:
     """The scope of all nodes that are not chosen.
 
-    Nothing is validated: NNCF has no nodes for constants, and gives other names to those that it
-    compressed before.
+    It is not validated: NNCF has no nodes for constants, and renames nodes that it compressed in an
+    earlier call.
     """
     ignored = names(node for node in planned.others(chosen) if node.op_type != "Constant")
     return {"names": ignored, "validate": False}

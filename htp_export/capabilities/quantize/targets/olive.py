@@ -1,8 +1,8 @@
 """Olive: the passes of a workflow, for ``olive run --config``.
 
-Each precision is one pass with the names of its nodes, in the order of the keys.
-``OnnxBlockWiseRtnQuantization`` takes the nodes of ``nodes_to_include`` alone; of these, ``MatMul``
-with two-dimensional initializers and ``Gather``.
+Each precision is a pass with the names of its nodes. ``OnnxBlockWiseRtnQuantization`` quantizes only
+nodes in ``nodes_to_include``, and of these, ``MatMul`` with a two-dimensional initializer and
+``Gather``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def plan_file(planned: PlannedModel) -> TargetFile:
 def _pass(
     planned: PlannedModel, precision: Precision, nodes: list[ir.Node]
 ) -> dict[str, object] | None:
-    """The pass for a precision; None without weights in blocks: an empty list would be all nodes."""
+    """The pass for a precision; None without weights in blocks: an empty list means all nodes."""
     if precision.method == "cast":
         return {
             "type": "OnnxFloatToFloat16",
@@ -59,15 +59,18 @@ def _pass(
         included = names(
             use.node for use in planned.weighted(nodes) if use.node.op_type in IN_BLOCKS
         )
-        kind = {"type": "OnnxBlockWiseRtnQuantization"}
-        return (
-            {**kind, **block_fields(precision), "nodes_to_include": included} if included else None
-        )
+        if not included:
+            return None
+        return {
+            "type": "OnnxBlockWiseRtnQuantization",
+            **block_fields(precision),
+            "nodes_to_include": included,
+        }
     return {
         "type": "OnnxDynamicQuantization",
         "precision": precision.weight,
         "per_channel": precision.per_channel,
         "reduce_range": precision.reduce_range,
-        "quant_preprocess": False,  # it would give nodes other names
+        "quant_preprocess": False,  # it would rename nodes
         "nodes_to_quantize": names(nodes),
     }

@@ -1,8 +1,8 @@
-"""ONNX Runtime: arguments of the functions of ``onnxruntime.quantization``, to be called one after another.
+"""ONNX Runtime: calls of ``onnxruntime.quantization``, each on the result of the one before.
 
-If ``nodes_to_quantize`` is empty, all nodes are quantized. ``nodes_to_include`` of
-``MatMulNBitsQuantizer`` restricts nothing, so that ``nodes_to_exclude`` has all other nodes, as
-``node_block_list`` of ``convert_float_to_float16``.
+An empty ``nodes_to_quantize`` means all nodes. ``MatMulNBitsQuantizer`` ignores
+``nodes_to_include``, so ``nodes_to_exclude`` lists all other nodes, as ``node_block_list`` of
+``convert_float_to_float16`` does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FUNCTIONS = {
 
 
 def plan_file(planned: PlannedModel) -> TargetFile:
-    """The calls as JSON: types and methods stand there by name, as in ``QuantType["QInt8"]``."""
+    """The calls as JSON, with types and methods by name, as in ``QuantType["QInt8"]``."""
     steps = [
         {"function": function, "arguments": _arguments(planned, precision, nodes)}
         for method, function in _FUNCTIONS.items()
