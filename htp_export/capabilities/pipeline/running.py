@@ -209,7 +209,9 @@ def pipeline(
         return run.result(read.made, resume=resume)
 
 
-def _check_target(target: Path, source: ModelSource, steps: Any, parsed: Sequence[PipelineStep]) -> None:
+def _check_target(
+    target: Path, source: ModelSource, steps: Any, parsed: Sequence[PipelineStep]
+) -> None:
     """Refuse an output that is the model to begin with, or another file that the pipeline needs."""
     step_file = steps if isinstance(steps, str | os.PathLike) else None
     check_target(target, reads=files_named_in([step_file, *(step.options for step in parsed)]))
@@ -294,7 +296,9 @@ def _from_text(file: Path, prepare: Callable[[PipelineStep], PipelineStep]) -> P
         raise FileError(model, f"is no plain file; {file} names it as the model to begin with")
     with _located(file):
         steps = steps_of(content.get("steps"), prepare)
-    return PipelineFile(tuple(steps), **paths, file=file)
+    return PipelineFile(
+        tuple(steps), model, output=paths.get("output"), folder=paths.get("folder"), file=file
+    )
 
 
 def _is_of_pipeline(file: Path) -> bool:
