@@ -310,8 +310,8 @@ def is_choice(function: Any) -> bool:
     return function is torch.ops.higher_order.cond
 
 
-def gives_what_a_body_gives(function: Any) -> bool:
-    """Whether the last body of such an operator gives results of the operator's kind, from the same inputs."""
+def returns_results_of_body(function: Any) -> bool:
+    """Whether such an operator returns the results of its last body, which accepts the operator's own inputs."""
     import torch
 
     return function in (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop)
