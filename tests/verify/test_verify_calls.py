@@ -404,8 +404,8 @@ def test_what_is_not_known_is_an_error_that_says_what_to_give():
     ):
         htp_export.verify(theirs)
     with pytest.raises(
-        InputError, match=r"a model and its file, or what htp_export\.export returned"
+        InputError, match=r"a model and its file, or the program that htp_export\.export returned"
     ):
         htp_export.verify(net)
-    with pytest.raises(InputError, match="a program knows the model"):
+    with pytest.raises(InputError, match="a program includes its model"):
         htp_export.verify(theirs, theirs)
