@@ -306,7 +306,7 @@ def test_what_the_configs_do_not_say_is_said_in_the_log(caplog):
         ({"past": "past%d.{}.{}"}, "of one name each, with a number"),
         (
             {"inputs": ("inputs_embeds", "position_ids")},
-            r"those with position_ids of 3 dimensions \(M-RoPE\)",
+            r"only with position_ids of 3 dimensions \(M-RoPE\)",
         ),
     ],
 )
