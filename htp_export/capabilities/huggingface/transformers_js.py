@@ -109,7 +109,7 @@ def write_transformers_js(
 
 
 def _with_cache_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with the sizes of the cache at its top level: transformers.js needs them there for Qwen2-VL and others."""
+    """A config with the sizes of the cache at its top level, where transformers.js needs them for Qwen2-VL."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
