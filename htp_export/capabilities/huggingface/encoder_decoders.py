@@ -177,7 +177,7 @@ class EncoderAndDecoder(Calls):
             raise self.refused(f"{problem} ({failure})", ": export its decoder as two files")
 
     def _own_names(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Rename the arguments of a decoder's file to those of the encoder-decoder model.
+        """Rename the arguments of a decoder's file as in the encoder-decoder model.
 
         The states are passed as a result of the encoder, in the class that it returns: some models
         take the mask of the states from there.

@@ -268,19 +268,39 @@ def genai_config(
     Raises:
         InputError: The decoder has other inputs or outputs; the error names one.
     """
-    past, present = _caches(model.graph)
+    graph = model.graph
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    shapes = {value.name: value.shape for value in model.graph.inputs}
-    inputs = {name: name for name in _TOKENS if name in shapes}
-    logits = next(value.shape for value in model.graph.outputs if value.name == "logits")
+    decoder = _decoder(graph, text, filename)
+    logits = next(value.shape for value in graph.outputs if value.name == "logits")
     context = _context_length(text)
+    has_embeddings = "inputs_embeds" in decoder["inputs"]
+    parts = _three_files(graph, config) if has_embeddings else {"type": "decoder"}
+    return {
+        "model": {
+            **parts,
+            **_token_ids(config, generation_config),
+            "context_length": context,
+            "vocab_size": _last_size(logits) or _count(text, "vocab_size"),
+            "decoder": decoder,
+        },
+        "search": {
+            **_search(generation_config),
+            "max_length": context,
+            "past_present_share_buffer": shares_cache(graph),
+        },
+    }
+
+
+def _decoder(graph: ir.Graph, text: Any, filename: str) -> dict[str, Any]:
+    """The section for the decoder; ``text`` is the config of the text model. Unknown numbers are left out."""
+    past, present = _caches(graph)
+    shapes = {value.name: value.shape for value in graph.inputs}
+    inputs = {name: name for name in _TOKENS if name in shapes}
     heads, hidden_size = _count(text, "num_attention_heads"), _count(text, "hidden_size")
     head_size = past.head_size or _count(text, "head_dim")
     if head_size is None and heads and hidden_size:
         head_size = hidden_size // heads
-    parts: dict[str, Any] = {"type": "decoder"}
     if "inputs_embeds" in inputs:
-        parts = _three_files(model.graph, config)
         # With images for several layers (DeepStack), a row is wider than a hidden state.
         hidden_size = _last_size(shapes["inputs_embeds"]) or hidden_size
     decoder = {
@@ -298,20 +318,7 @@ def genai_config(
         "num_hidden_layers": len(past.layers),
         "num_key_value_heads": past.heads or _count(text, "num_key_value_heads") or heads,
     }
-    return {
-        "model": {
-            **parts,
-            **_token_ids(config, generation_config),
-            "context_length": context,
-            "vocab_size": _last_size(logits) or _count(text, "vocab_size"),
-            "decoder": {key: value for key, value in decoder.items() if value is not None},
-        },
-        "search": {
-            **_search(generation_config),
-            "max_length": context,
-            "past_present_share_buffer": shares_cache(model.graph),
-        },
-    }
+    return {key: value for key, value in decoder.items() if value is not None}
 
 
 def _last_size(shape: ir.Shape | None) -> int | None:

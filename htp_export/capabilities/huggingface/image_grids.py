@@ -55,7 +55,7 @@ def example_images(encoder: Any, count: int, generator: torch.Generator) -> dict
 def grid_tensors(encoder: Any, grid: torch.Tensor, patches: int) -> dict[str, torch.Tensor]:
     """Compute the arguments that the encoder otherwise computes from the values of the grids.
 
-    Their names are those of ``transformers.vision_utils``. ``cu_seqlens`` and ``cu_window_seqlens``
+    The names are from ``transformers.vision_utils``. ``cu_seqlens`` and ``cu_window_seqlens``
     do not contain the ends of sequences, but the number of each patch's sequence; see
     `attending_by_sequence`. ``patches`` is the number of patches of all images.
     """

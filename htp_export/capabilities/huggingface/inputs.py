@@ -196,7 +196,7 @@ class _InputShapes:
         return max(1, min(_LENGTH, positions - 2))
 
     def _is_needed(self, name: str) -> bool:
-        """Whether the example has this input: the main input, and those of other modalities that go with it."""
+        """Whether the example has this input: the main input, or an input of another modality beside it."""
         if name == self.main or self.main not in self.parameters:
             return True
         if name == "input_ids":

@@ -232,7 +232,7 @@ def load_processor(
 ) -> Processor:
     """Load the tokenizer and the settings of the image processor of a model; both None for a model type.
 
-    The arguments are those of `load_model`. If the overrides change the size of images, the image
+    The arguments have the meaning of `load_model`. If the overrides change the size of images, the image
     processor is ignored. A file that cannot be read is ignored, with a warning in the log.
 
     Examples:

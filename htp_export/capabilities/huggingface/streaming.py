@@ -49,7 +49,7 @@ def map_weights(model: nn.Module, source: str | os.PathLike[str]) -> Checkpoint:
     Args:
         model: The model, changed in place.
         source: A safetensors file, an index of several, or a folder with ``model.safetensors`` or
-            ``model.safetensors.index.json``. Its keys are those of ``model.state_dict()``.
+            ``model.safetensors.index.json``. Its keys equal the keys of ``model.state_dict()``.
 
     Returns:
         The files; their ``check()`` raises if one of them was changed since.
@@ -88,7 +88,7 @@ def map_weights(model: nn.Module, source: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _check_keys(model: nn.Module, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    """Compare the keys and shapes of a checkpoint with those of a model."""
+    """Refuse a checkpoint whose keys or shapes differ from the model's."""
     stored = {id(tensor) for name, tensor in state.items() if name in checkpoint.files}
     missing = [name for name, tensor in state.items() if id(tensor) not in stored]
     if missing:

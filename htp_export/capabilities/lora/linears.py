@@ -1,4 +1,4 @@
-"""Linear layers of a graph: their inputs and outputs, for any operators they became, and those that take adapters."""
+"""Linear layers of a graph, for any operators that they were exported to, and layers with LoRA inputs."""
 
 from __future__ import annotations
 

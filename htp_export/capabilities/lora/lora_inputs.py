@@ -94,7 +94,7 @@ class InsertedLora(TaggedResult, ModuleTable):
         taken = f"{len(self.modules)} linear layers take adapters; "
         if self.ranges:
             return taken + f"{self.ranges} activations behind them are no longer quantized"
-        return taken + "without one, the model computes what it did before"
+        return taken + "without one, the results are unchanged"
 
 
 @names_model_faults("model")
@@ -122,7 +122,7 @@ def insert(
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
             not changed.
-        select: A selector of modules: all linear layers at or below them, and those that they call.
+        select: A selector of modules: all linear layers at or below them, or called by them.
         output: The file to write.
         rank: The rank of the adapters, for the factor ``alpha / rank``.
         alpha: PEFT's ``lora_alpha``; None for ``rank``, which is the factor 1.

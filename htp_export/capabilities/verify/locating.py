@@ -225,9 +225,14 @@ class _Contradictions:
             for value in results:
                 yield from self._foreign_output(path, value)
             for number, values in enumerate(inputs):
-                for value in values:
-                    if value not in outputs and self._is_inside(Instance(path, number), value):
-                        yield f"its input {value.name!r} is computed by its own nodes"
+                others = [value for value in values if value not in outputs]
+                yield from self._own_inputs(Instance(path, number), others)
+
+    def _own_inputs(self, call: Instance, inputs: Sequence[ir.Value]) -> Iterator[str]:
+        """The contradictions that inputs of a call are computed inside of it."""
+        for value in inputs:
+            if all(call in part.running for part in self._work(value).parts):
+                yield f"its input {value.name!r} is computed by its own nodes"
 
     def _foreign_output(self, path: str, value: ir.Value) -> Iterator[str]:
         """The contradiction that an output of a module is computed outside of it."""
@@ -235,10 +240,6 @@ class _Contradictions:
         if path not in work.modules:
             names = [repr(owner) if owner else "the model itself" for owner in work.owners]
             yield f"its output {value.name!r} is computed by {', '.join(names)}"
-
-    def _is_inside(self, call: Instance, value: ir.Value) -> bool:
-        """Whether a tensor is computed inside one call of a module, and nowhere else."""
-        return all(call in part.running for part in self._work(value).parts)
 
     def _values(self, names: Sequence[str | None]) -> list[ir.Value]:
         """The tensors with these names that nodes compute from the inputs."""

@@ -375,6 +375,7 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves
 
+    # The class is inside this function because its base needs torch, which is imported late.
     def is_body(argument: Any) -> bool:
         return callable(argument) and not isinstance(argument, torch.Tensor)
 

@@ -102,7 +102,7 @@ def _operations_on(value: ir.Value) -> set[str]:
 
 
 def _is_in_traced(modules: Hierarchy, path: str) -> bool:
-    """Whether a path lies in a model that torch traced: torch's generated modules lack those without parameters."""
+    """Whether a path lies in a model that torch traced: generated modules contain no modules without parameters."""
     return any(modules[up].is_generated for up in tags.ancestors(path) if up in modules)
 
 

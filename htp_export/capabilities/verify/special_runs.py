@@ -366,7 +366,7 @@ def check_run(
     *,
     isolated: bool,
 ) -> tuple[list[CheckedCall], Blame, dict[str, str], tuple[str, ...]]:
-    """Compare the tensors of calls with those of a file, in the way of this run.
+    """Compare the tensors of calls with the tensors of a file.
 
     Returns:
         The compared calls; the modules that are wrong themselves; module path → why it was not

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
@@ -147,14 +147,12 @@ def _call_by_task(
     from htp_export.capabilities.huggingface.tasks import split_task
 
     names = {str(value.name) for value in tagged.model.graph.inputs if not value.is_initializer()}
-    # Optimum's names end with .key and .value.
-    by_transformers = any(name.endswith((".keys", ".values")) for name in names)
-    by_optimum = any(name.startswith("past_key_values.") for name in names)
-    is_cached = by_transformers or by_optimum or "encoder_hidden_states" in names
+    cache_names = _cache_names(names)
+    is_cached = cache_names is not None
     with_task = options.task is not None and not sizes
     if not (is_cached or with_task or split_task(options.task)[1]):
         return None
-    cache_names = "transformers" if by_transformers else "optimum"
+    cache_names = cache_names or "optimum"
     listed: dict[str, str] = {}  # file of the task → its inputs, for the error
     # The file may be one of the task's default files, or of the other division into files.
     for two_files in (None, False, True) if is_cached else (None,):
@@ -173,8 +171,18 @@ def _call_by_task(
     return None
 
 
+def _cache_names(inputs: Collection[str]) -> str | None:
+    """The style of names of a file with a cache or encoder states among its inputs; None for other files."""
+    # Optimum's names end with .key and .value.
+    if any(name.endswith((".keys", ".values")) for name in inputs):
+        return "transformers"
+    if any(name.startswith("past_key_values.") for name in inputs):
+        return "optimum"
+    return "optimum" if "encoder_hidden_states" in inputs else None
+
+
 def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCall:
-    """The call with the inputs of a dump; other inputs are those of the most similar run, prefill or decode."""
+    """The call with the inputs of a dump; other inputs come from the most similar run, prefill or decode."""
     import torch
 
     from htp_export.capabilities.verify.checking import input_arguments
@@ -209,7 +217,7 @@ def _shapes(
 ) -> dict[str, list[int | None]]:
     """Argument of the model → shape of the file's input; None for a size that is open.
 
-    ``dims`` are those of ``--dims``; ``from_file``: argument → shape, as in the file of
+    ``dims`` is the value of ``--dims``; ``from_file``: argument → shape, as in the file of
     ``--shapes``.
     """
     from htp_export.capabilities.verify.checking import input_arguments

@@ -23,7 +23,12 @@ from htp_export.capabilities.verify.locating import (
     with_contradictions,
     with_missing_outputs,
 )
-from htp_export.capabilities.verify.pytorch_run import evaluating, parameter_readers, record_calls
+from htp_export.capabilities.verify.pytorch_run import (
+    ModuleCall,
+    evaluating,
+    parameter_readers,
+    record_calls,
+)
 from htp_export.capabilities.verify.results import Verification
 from htp_export.capabilities.verify.same_model import (
     check_same_model,
@@ -157,7 +162,7 @@ def _exported_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[nn.Module, ModelSource, Sequence[Any], dict[str, Any]]:
-    """Return the model, its file and the arguments; missing ones are those of an export in this process."""
+    """Return the model, its file and the arguments; an export in this process provides missing ones."""
     from torch.onnx import ONNXProgram
 
     exported_call = None
@@ -192,23 +197,9 @@ def _verified(
     """Run both, and compare the chosen modules; the model is known to have the modules of the file."""
     tagged = run.tagged
     exact = tagged.source != "torch"  # torch's own scopes have wrong module paths
-
-    def wanted(path: str, number: int, argument: str) -> bool:
-        signature = tagged.signature(path, number)
-        if path not in chosen or signature is None:
-            return False
-        return signature.inputs.get(argument) is not None
-
     with ArrayStore.opened(run.portion_bytes) as store:
-        # `evaluating` may wait for other threads: `unchanged` begins after it, to keep the changes
-        # that they make meanwhile.
-        with evaluating(model), unchanged(model, (args, kwargs)):
-            with parameter_readers(model) as readers:
-                calls = record_calls(model, args, kwargs, store, wanted)
-            ran = Counter(call.path for call in calls)
-            if exact:
-                # Inside the block: a model may add modules while it runs, which are removed again.
-                check_same_modules_ran(tagged, model, ran, run.name)
+        calls, readers = _recorded(run, model, args, kwargs, chosen, store)
+        ran = Counter(call.path for call in calls)
         taken = run if isinstance(run, DumpedRun) else with_taken_branches(run)
         calls, calls_taken = numbered_as_in_file(tagged, taken.tagged, calls)
         unmatched = unmatched_calls(tagged, ran, calls_taken)
@@ -236,6 +227,35 @@ def _verified(
         misplaced=misplaced_parameters(tagged, parameters, readers, model),
         training=training,
     )
+
+
+def _recorded(
+    run: FileRun,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    chosen: Collection[str],
+    store: ArrayStore,
+) -> tuple[list[ModuleCall], Mapping[str, frozenset[str]]]:
+    """Run PyTorch; return the calls of all modules, and the modules that read each parameter."""
+    tagged = run.tagged
+
+    def wanted(path: str, number: int, argument: str) -> bool:
+        signature = tagged.signature(path, number)
+        if path not in chosen or signature is None:
+            return False
+        return signature.inputs.get(argument) is not None
+
+    # `evaluating` may wait for other threads: `unchanged` begins after it, to keep the changes that
+    # they make meanwhile.
+    with evaluating(model), unchanged(model, (args, kwargs)):
+        with parameter_readers(model) as readers:
+            calls = record_calls(model, args, kwargs, store, wanted)
+        if tagged.source != "torch":
+            # Inside the block: a model may add modules while it runs, which are removed again.
+            ran = Counter(call.path for call in calls)
+            check_same_modules_ran(tagged, model, ran, run.name)
+    return calls, readers
 
 
 _NO_VALUES = "some of its tensors have no values of their own in PyTorch: torch.vmap runs it, or they are sparse"

@@ -1,6 +1,6 @@
 """GGUF files: blocks of ggml, with transformers' names and order of rows.
 
-The layouts of blocks are those of ``gguf.quants``
+The layouts of blocks are from ``gguf.quants``
 (https://github.com/ggml-org/llama.cpp/tree/master/gguf-py).
 """
 
