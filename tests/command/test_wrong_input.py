@@ -637,7 +637,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         "lora adapter net.onnx nowhere -o a.onnx_adapter",
-        "htp-export lora insert gives its linear layers inputs",
+        "htp-export lora insert adds inputs for them to its linear layers",
     ),
     ("lora fuse net.onnx nowhere -o o.onnx", "nowhere: there is no such adapter"),
     (

@@ -301,12 +301,12 @@ def test_what_the_configs_do_not_say_is_said_in_the_log(caplog):
     [
         ({"past": ""}, "takes none"),
         ({"present": ""}, "returns none"),
-        ({"inputs": ("input_ids", "token_type_ids")}, "gives no input 'token_type_ids'"),
+        ({"inputs": ("input_ids", "token_type_ids")}, "has no input 'token_type_ids'"),
         ({"inputs": ("attention_mask",)}, "needs an input 'input_ids'"),
         ({"past": "past%d.{}.{}"}, "of one name each, with a number"),
         (
             {"inputs": ("inputs_embeds", "position_ids")},
-            r"those with position_ids of 3 dimensions \(M-RoPE\)",
+            r"only with position_ids of 3 dimensions \(M-RoPE\)",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from htp_export.capabilities.huggingface.image_grids import (
     attending_by_sequence,
     encoder_of_grids,
     example_images,
-    in_place_of_loops,
+    grid_tensors,
 )
 from htp_export.capabilities.huggingface.transformers_js import write_transformers_js
 from htp_export.errors import InputError
@@ -85,7 +85,7 @@ def test_what_is_computed_from_grids_as_tensors_is_what_the_encoder_computes_in_
         right = encoder(pixels, grid_thw=grid).pooler_output
         with attending_by_sequence(encoder):
             found = encoder(
-                pixels, grid_thw=grid, **in_place_of_loops(encoder, grid, len(pixels))
+                pixels, grid_thw=grid, **grid_tensors(encoder, grid, len(pixels))
             ).pooler_output
     assert torch.allclose(found, right, rtol=0, atol=1e-5 * float(right.abs().max()))
 
@@ -94,7 +94,7 @@ def test_an_encoder_whose_attention_takes_no_mask_is_refused():
     model = qwen("qwen2_vl")
     model.set_attn_implementation("eager")
     with pytest.raises(
-        InputError, match="finds other things in images where image_grid_thw is not constant; try"
+        InputError, match="computes other features if image_grid_thw is not constant; try"
     ):
         example_calls(model, task=TASK)
 

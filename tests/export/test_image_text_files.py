@@ -126,7 +126,7 @@ def test_a_model_without_places_for_images_is_refused():
     model = load_model("git", task=TASK, random_weights=True, overrides=overrides)
     with pytest.raises(
         InputError,
-        match="GitForCausalLM does not put images in the places of tokens; choose a task",
+        match="GitForCausalLM does not replace tokens by images; choose a task",
     ):
         example_calls(model, task=TASK)
 
@@ -141,9 +141,7 @@ def test_a_model_that_does_more_with_images_is_refused(monkeypatch):
         return forward(**arguments)
 
     monkeypatch.setattr(model.model, "forward", brighter)
-    with pytest.raises(
-        InputError, match="does more with images than to put them in the places of tokens"
-    ):
+    with pytest.raises(InputError, match="does more with images than to replace tokens by them"):
         example_calls(model, task=TASK)
 
 

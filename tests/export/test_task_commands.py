@@ -107,7 +107,7 @@ def test_an_encoder_decoder_needs_a_folder_and_writes_three_files(tmp_path, caps
             "unknown task 'no-such-task-at-all'; its tasks: .*text-generation",
         ),
         (["--task", PAST, "--torchscript"], "TorchScript takes no cache"),
-        (["--task", PAST, "--dynamic", "batch"], "says which axes vary"),
+        (["--task", PAST, "--dynamic", "batch"], "decides which axes vary"),
         (["--task", PAST, "--cache-names", "mine"], "choose optimum or transformers"),
     ],
 )

@@ -279,7 +279,7 @@ def test_companions_in_the_cache_of_the_hub_are_links_and_are_copied(cache, tmp_
 
 
 def test_companions_of_a_model_that_is_not_there_or_needs_no_hub(cache, tmp_path):
-    with pytest.raises(ModelSourceError, match="its tokenizer and configs cannot be had"):
+    with pytest.raises(ModelSourceError, match="its tokenizer and configs cannot be downloaded"):
         source_folder("someone/other")
     assert source_folder(str(tmp_path)) == tmp_path
     assert source_folder("llama") is None

@@ -265,7 +265,7 @@ def test_what_cannot_be_fused_is_refused_with_what_to_do(exported, tmp_path, mon
     for optimize in (True, False):
         file = tmp_path / f"{optimize}.onnx"
         htp_export.export(normed, (), file, kwargs=PICTURES, verbose=False, optimize=optimize)
-    message = r"'wide': its weight .* was computed of 'wide.weight', 'norm.weight'.*export with optimize=False"
+    message = r"'wide': its weight .* was computed from 'wide.weight', 'norm.weight'.*export with optimize=False"
     with pytest.raises(InputError, match=message):
         htp_export.lora.fuse(tmp_path / "True.onnx", tmp_path / "conv")
     htp_export.lora.fuse(tmp_path / "False.onnx", tmp_path / "conv", tmp_path / "fused.onnx")

@@ -328,11 +328,11 @@ def test_the_pipeline_of_a_file_is_repeated_and_makes_the_same_model(exported, t
     assert content_hash(read_model(again)) == content_hash(read_model(made))
     with pytest.raises(InputError, match="began with another model"):
         htp_export.pipeline(made, made, again)
-    with pytest.raises(FileError, match="does not say how it was made"):
+    with pytest.raises(FileError, match="has no record of how it was made"):
         htp_export.pipeline(exported, exported, again)
     model, args = example()
     htp_export.pipeline([{"verify": {"model": model, "args": args}}], exported, made)
-    with pytest.raises(FileError, match="step verify had an option that was an object of Python"):
+    with pytest.raises(FileError, match="step verify had an option that was a Python object"):
         htp_export.pipeline(made, exported, again)
 
 

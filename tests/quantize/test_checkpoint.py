@@ -207,7 +207,7 @@ def test_recipes_and_places_are_those_of_the_parameters(files, awq_source):
         (
             "gptq",
             {"first.g_idx": torch.zeros(96, dtype=torch.int32)},
-            "g_idx does not give each group 32 inputs",
+            "g_idx does not assign 32 inputs to each group",
         ),
         ("gptq", {"norm.weight": torch.zeros(7)}, "the parameters make a tensor of float32 [7]"),
         (

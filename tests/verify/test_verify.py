@@ -311,7 +311,7 @@ def test_tensors_with_other_names_are_found_at_the_borders_of_regions(
     result = verified(path)
     assert result.ok, str(result)
     assert result.modules["blocks.0.first"].status == "agrees"
-    assert "the file does not name them" in result.modules["blocks.0.first"].reason
+    assert "the file does not name its tensors" in result.modules["blocks.0.first"].reason
     tagged = htp_export.load(path)
     faults.weight_changed(tagged, "blocks.0.second")
     assert verified(tagged).first_wrong == "blocks.0.second"

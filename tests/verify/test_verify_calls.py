@@ -251,21 +251,21 @@ CASES = {
     "a constant whose node is the reader's": (
         ("Reshape", "3", "2", "constant"),
         {
-            "2": "it is said to be constant, but 'view_1', which it gives back, depends on the inputs",
-            "3": "'view_1', which it is given, is computed by its own nodes",
+            "2": "it is tagged constant, but its output 'view_1' depends on the inputs",
+            "3": "its input 'view_1' is computed by its own nodes",
         },
     ),
     "dead, and a result depends on it": (
         ("Reshape", "2", "2", "dead"),
-        {"2": "it is said to be dead, but 'view_1', which it gives back, leads to a result"},
+        {"2": "it is tagged dead, but its output 'view_1' leads to a result"},
     ),
     "computed by the model itself": (
         ("Reshape", "", "", ""),
-        {"2": "'view_1', which it gives back, is computed by the model itself"},
+        {"2": "its output 'view_1' is computed by the model itself"},
     ),
     "computed by the module before": (
         ("Relu", "0", "", ""),
-        {"1": "'relu', which it gives back, is computed by '0'"},
+        {"1": "its output 'relu' is computed by '0'"},
     ),
 }
 
@@ -404,8 +404,8 @@ def test_what_is_not_known_is_an_error_that_says_what_to_give():
     ):
         htp_export.verify(theirs)
     with pytest.raises(
-        InputError, match=r"a model and its file, or what htp_export\.export returned"
+        InputError, match=r"a model and its file, or the program that htp_export\.export returned"
     ):
         htp_export.verify(net)
-    with pytest.raises(InputError, match="a program knows the model"):
+    with pytest.raises(InputError, match="a program includes its model"):
         htp_export.verify(theirs, theirs)

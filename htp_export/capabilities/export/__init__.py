@@ -1,1 +1,1 @@
-"""The command ``export``: the files of a model by task, what other runtimes need beside them, and their checks."""
+"""The command ``export``: the files of a model by task, further files for other runtimes, and checks."""

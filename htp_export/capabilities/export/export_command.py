@@ -1,4 +1,4 @@
-"""``htp-export export``: the files of a model, each written, shown and checked."""
+"""``htp-export export``: write, show and check each file of a model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _check_outputs(output: Path, model: ModelOptions, deploy: DeployOptions) -> 
     elif deploy.makes_folder and not output.parent.exists():
         check_folder(output.parent, "the files of an export", lambda _: True)
     elif not output.suffix and not output.exists() and model.has_task:
-        # a folder is made, if there are several files
+        # If the task has several files, they are written into a new folder of this name.
         check_parent(output)
     else:
         check_output(output, Kind.MODEL)
@@ -105,63 +105,71 @@ def _calls(
 ) -> dict[str, SourceCall]:
     """Name of each file → the call that it is exported from.
 
-    With ``--dynamic`` and with TorchScript, a task chooses the class alone.
+    With ``--dynamic`` or TorchScript, a task selects the model class and nothing else.
     """
     from htp_export.capabilities.huggingface.tasks import split_task
 
-    if split_task(model.task)[1] and not graph.dynamo:
+    with_cache = split_task(model.task)[1]
+    if with_cache and not graph.dynamo:
         raise InputError(
             f"--task {model.task}: TorchScript takes no cache; leave --torchscript away"
         )
-    if split_task(model.task)[1] and graph.axes:
-        raise InputError(f"--task {model.task} says which axes vary; leave --dynamic away")
-    calls, streamed = {}, graph.stream_weights
+    if with_cache and graph.axes:
+        raise InputError(f"--task {model.task} decides which axes vary; leave --dynamic away")
+    by_task = {}
     if graph.dynamo and not graph.axes:
-        calls = model.calls_by_task(
-            # transformers.js takes no decoder of two files, which is what encoder-decoders have if
-            # nothing is asked for
-            two_files=False
-            if two_files is None and deploy.transformers_js is not None
-            else two_files,
+        # Encoder-decoders have two files for the decoder by default; transformers.js loads one.
+        one_file = two_files is None and deploy.transformers_js is not None
+        by_task = model.calls_by_task(
+            two_files=False if one_file else two_files,
             cache_names=cache_names or "optimum",
-            stream_weights=streamed,
+            stream_weights=graph.stream_weights,
             for_genai=deploy.genai,
         )
-    has_cache = any(
-        split_task(call.example.task)[1] for call in calls.values() if call.example is not None
-    )
+    _check_cache_options(by_task, two_files, cache_names)
+    if by_task:
+        return by_task
+    # With a batch of one, exporters make its size a constant.
+    batch = 2 if "batch" in graph.axes else 1
+    return {"model": model.call(batch=batch, stream_weights=graph.stream_weights)}
+
+
+def _check_cache_options(
+    calls: Mapping[str, SourceCall], two_files: bool | None, cache_names: str | None
+) -> None:
+    """Refuse options for a key-value cache if no file has one."""
+    from htp_export.capabilities.huggingface.tasks import split_task
+
+    examples = [call.example for call in calls.values() if call.example is not None]
+    if any(split_task(example.task)[1] for example in examples):
+        return
     for option, value in (("--two-files/--one-file", two_files), ("--cache-names", cache_names)):
-        if value is not None and not has_cache:
+        if value is not None:
             raise InputError(
                 f"{option} is for a task with a key-value cache (-with-past), and without --dynamic"
             )
-    # With one example, exporters take the batch for a constant.
-    return calls or {
-        "model": model.call(batch=2 if "batch" in graph.axes else 1, stream_weights=streamed)
-    }
 
 
 @contextlib.contextmanager
 def _targets(
     calls: Mapping[str, SourceCall], output: Path, deploy: DeployOptions
 ) -> Iterator[dict[str, Path]]:
-    """Provide name → the file to write: the output, or files in a folder. A new folder is removed on failure."""
+    """Provide name → file to write: the output, or files in a folder. A new folder is removed on failure."""
     is_folder = output.is_dir() or len(calls) > 1
     if is_folder and not output.is_dir() and output.suffix == ".onnx":
         files = ", ".join(f"{name}.onnx" for name in calls)
         raise InputError(f"-o {output}: {len(calls)} files are written, {files}; name a folder")
-    folder = output if is_folder else output.parent
-    with new_folder(folder) if is_folder or deploy.makes_folder else contextlib.nullcontext():
-        yield (
-            {name: output / f"{name}.onnx" for name in calls}
-            if is_folder
-            else dict.fromkeys(calls, output)
-        )
+    if is_folder:
+        with new_folder(output):
+            yield {name: output / f"{name}.onnx" for name in calls}
+    else:
+        with new_folder(output.parent) if deploy.makes_folder else contextlib.nullcontext():
+            yield dict.fromkeys(calls, output)
 
 
 @dataclass
 class FileExports:
-    """How each file of a command is exported, shown and, with ``verify``, compared with PyTorch."""
+    """Exports, shows and, with ``verify``, checks each file of one command; collects records for ``--json``."""
 
     model: ModelOptions
     deploy: DeployOptions
@@ -195,8 +203,9 @@ class FileExports:
             facts = self._facts(tagged, call)
             if untagged is not None:
                 facts["untagged"] = untagged
-            sizes = {str(each): each.stat().st_size for each in map(output.with_name, beside)}
-            files = {**written_files(output), **sizes}
+            files = written_files(output)
+            for path in map(output.with_name, beside):
+                files[str(path)] = path.stat().st_size
             self._records[name] = {"file": str(output), "files": files, **facts, **tree.to_dict()}
             if self._shown:
                 from htp_export.costs.drawing import render
@@ -209,13 +218,13 @@ class FileExports:
             show_next("htp-export", "view", output)
 
     def add_files(self, files: Mapping[str, int]) -> None:
-        """Say that more files were written: path → size."""
+        """Record and show further written files: path → size."""
         next(iter(self._records.values()))["files"] |= files
         if self._shown:
             show_written(files)
 
     def finish(self) -> None:
-        """Write the JSON of all files; a file that does not agree with PyTorch raises `CheckFailed`."""
+        """Print the JSON of all files; raise `CheckFailed` if a file differs from PyTorch."""
         if self.as_json and not self.quiet:
             records = self._records
             print_json(next(iter(records.values())) if len(records) == 1 else {"models": records})
@@ -227,31 +236,36 @@ class FileExports:
         return not (self.quiet or self.as_json)
 
     def _export(self, call: SourceCall, output: Path) -> tuple[str | None, list[str]]:
-        """Write the file, and what lies beside it: why it has no tags, if it has none, and names of files."""
+        """Write the file, and the files for other runtimes beside it.
+
+        Returns:
+            The reason why it has no tags, None if it has; and the names of the other files.
+        """
         from htp_export.files.external_writers import written_whole
 
-        replaces = (
-            self.deploy.replaces_beside(output) if self.deploy.makes_folder else lambda _: False
-        )
-        with written_whole(output, replaces=replaces) as target, _said_untagged() as said:
+        if self.deploy.makes_folder:
+            replaces = self.deploy.replaces_beside(output)
+        else:
+            replaces = _never
+        with written_whole(output, replaces=replaces) as target, _untagged_reasons() as reasons:
             try:
                 program = self._program(call, target)
                 if call.checkpoint is not None:
                     call.checkpoint.check()
                 _check_written(target, self.graph.wanted_opset)
-                if not said:
+                if not reasons:
                     self._finish_tagged(target)
                     self._pack(call, target)
                 beside = self.deploy.write_beside(self.model, call, target, program, output)
             except (HtpExportError, CheckFailed):
                 raise
             except Exception as error:
-                # torch's exporters raise what the model, the tracer or a translation raises
+                # torch's exporters pass on any error of the model, the tracer or a translation.
                 raise CheckFailed(_export_failed(error)) from error
-            return said[0] if said else None, beside
+            return reasons[0] if reasons else None, beside
 
     def _finish_tagged(self, target: Path) -> None:
-        """Refuse options for attention without effect in any file; embed the map, if that was asked for."""
+        """Refuse options for attention that had no effect in any file; embed the map if requested."""
         self._idle &= self.graph.idle_attention(target)
         if self._idle and len(self._records) == self.count - 1:
             raise InputError(
@@ -263,7 +277,7 @@ class FileExports:
             embed_map(target, target)
 
     def _pack(self, call: SourceCall, target: Path) -> None:
-        """Put the packed weights of a quantized checkpoint in the place of its dequantized ones."""
+        """Replace dequantized weights by the packed weights of a quantized checkpoint."""
         if call.packed is None:
             return
         from htp_export.capabilities.quantize.quantizing import quantize
@@ -276,7 +290,7 @@ class FileExports:
         quantize(target, output=target, weights=call.packed, external_data=external)
 
     def _program(self, call: SourceCall, target: Path) -> Any:
-        """Export the model into the file; what the exporter returned."""
+        """Export the model into the file; return the exporter's program."""
         from htp_export.exporter.exporting import export, tagging
 
         arguments = self.graph.for_torch(call)
@@ -292,11 +306,11 @@ class FileExports:
         return program
 
     def _facts(self, tagged: TaggedModel, call: SourceCall) -> dict[str, Any]:
-        """What was exported, and how: inputs, opset, exporter, and the seed of what is random."""
+        """Facts about the export: inputs, opset, exporter, and the seed of random weights and inputs."""
         from htp_export.runtime.inputs import Inputs
 
         facts: dict[str, Any] = {
-            "inputs": {each.name: str(each) for each in Inputs.of(tagged.model)},
+            "inputs": {declared.name: str(declared) for declared in Inputs.of(tagged.model)},
             "opset": tagged.model.opset_imports.get(""),
             "exporter": "dynamo" if self.graph.dynamo else "TorchScript",
             "seed": self.model.seed if self.model.random else None,
@@ -308,35 +322,42 @@ class FileExports:
         return facts
 
     def _verified(self, name: str, call: SourceCall, file: Path) -> bool:
-        """Compare a file with PyTorch, and note the result."""
+        """Compare a file with PyTorch, and record the result; return whether all modules agree."""
         from htp_export.capabilities.verify.verify_command import verified_runs
 
         with self.steps.step("verifying"):
             try:
                 results = verified_runs(call, file)
-            except InputError as error:  # the file is written; what fails is the check
+            except InputError as error:  # The file is written: only its check failed.
                 self._failures.append(str(error))
                 return False
         by_run = {run: result.to_dict() for run, result in results.items()}
         self._records[name]["verify"] = by_run[""] if list(by_run) == [""] else by_run
-        wrong = [
-            "\n".join((f"{run}: {result.summary}" if run else result.summary, *result.misplaced))
-            for run, result in results.items()
-            if not result.ok
-        ]
-        self._failures += wrong
-        for run, result in results.items() if self._shown and not wrong else ():
-            when = f" in {run}" if run else ""
-            show(
-                f"every module agrees with PyTorch{when}: {result.score}{result.worst_in_brackets}"
-            )
-        return not wrong
+        failures = []
+        for run, result in results.items():
+            if not result.ok:
+                summary = f"{run}: {result.summary}" if run else result.summary
+                failures.append("\n".join((summary, *result.misplaced)))
+        self._failures += failures
+        if failures:
+            return False
+        if self._shown:
+            for run, result in results.items():
+                when = f" in {run}" if run else ""
+                score = f"{result.score}{result.worst_in_brackets}"
+                show(f"every module agrees with PyTorch{when}: {score}")
+        return True
+
+
+def _never(_: Path) -> bool:
+    """Replace no file beside the output."""
+    return False
 
 
 @contextlib.contextmanager
-def _said_untagged() -> Iterator[list[str]]:
-    """Why models are exported without tags, message by message; other warnings are shown as they would be."""
-    found: list[str] = []
+def _untagged_reasons() -> Iterator[list[str]]:
+    """Collect the warnings about exports without tags, which contain the reason; other warnings are shown."""
+    reasons: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always", UntaggedExportWarning)
         shown = warnings.showwarning
@@ -345,16 +366,16 @@ def _said_untagged() -> Iterator[list[str]]:
             message: Warning | str, category: type[Warning], *where: Any, **more: Any
         ) -> None:
             if issubclass(category, UntaggedExportWarning):
-                found.append(str(message))
+                reasons.append(str(message))
             else:
                 shown(message, category, *where, **more)
 
         warnings.showwarning = show_or_keep
-        yield found
+        yield reasons
 
 
 def _check_written(file: Path, opset: int | None) -> None:
-    """Compare the opset of the file with the one that was asked for."""
+    """Compare the opset of the file with the requested one."""
     if opset is None:
         return
     from htp_export.exporter.export_arguments import other_opset
@@ -366,17 +387,16 @@ def _check_written(file: Path, opset: int | None) -> None:
 
 
 def _export_failed(error: Exception) -> str:
-    """Torch's error in a few lines: its own first, then its cause, then what htp_export noted."""
+    """The root cause of an exporter's error, and the notes that htp_export added, in a few lines."""
     cause = error
     while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
         cause = cause.__cause__
-    notes = [
-        *getattr(error, "__notes__", ()),
-        *(getattr(cause, "__notes__", ()) if cause is not error else ()),
-    ]
-    return "\n".join(
-        (f"the export failed: {described(cause, lines=2)}", *(f"  {note}" for note in notes))
-    )
+    notes = list(getattr(error, "__notes__", ()))
+    if cause is not error:
+        notes += getattr(cause, "__notes__", ())
+    lines = [f"the export failed: {described(cause, lines=2)}"]
+    lines += [f"  {note}" for note in notes]
+    return "\n".join(lines)
 
 
 def _tree(call: SourceCall, tagged: TaggedModel) -> ModuleTree:
@@ -385,19 +405,21 @@ def _tree(call: SourceCall, tagged: TaggedModel) -> ModuleTree:
     from htp_export.costs.result import tree_rows
 
     names = {str(value.name) for value in tagged.model.graph.inputs}
-    given = {name: value for name, value in call.named_inputs.items() if name in names}
+    inputs = {name: value for name, value in call.named_inputs.items() if name in names}
     try:
-        return tree_rows(tagged, cost=cost(tagged, given))
-    except InputError as error:  # sizes that the inputs do not tell by name
+        return tree_rows(tagged, cost=cost(tagged, inputs))
+    except InputError as error:  # The example inputs do not determine all sizes.
         return replace(tree_rows(tagged), notes=(f"no FLOPs: {error}",))
 
 
 def _facts_text(facts: dict[str, Any]) -> str:
-    """What was exported, and how, in a line."""
-    inputs = ", ".join(f"{name} {said}" for name, said in facts["inputs"].items()) or "none"
-    seed = "" if facts["seed"] is None else f"; seed {facts['seed']}"
-    made = f"; functions: {', '.join(facts['functions'])}" if "functions" in facts else ""
-    task = f"; task {facts['task']}" if "task" in facts else ""
-    return (
-        f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter{task}{seed}{made}"
-    )
+    """Facts about an export, in one line."""
+    inputs = ", ".join(f"{name} {shape}" for name, shape in facts["inputs"].items()) or "none"
+    text = f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter"
+    if "task" in facts:
+        text += f"; task {facts['task']}"
+    if facts["seed"] is not None:
+        text += f"; seed {facts['seed']}"
+    if "functions" in facts:
+        text += f"; functions: {', '.join(facts['functions'])}"
+    return text

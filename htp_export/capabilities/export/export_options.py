@@ -1,4 +1,4 @@
-"""Options of ``export``: what stands in the graph, how it is written, and what other runtimes need besides the file."""
+"""Options of ``export``: the contents of the graph, its file, and further files for other runtimes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_ATTENTION_SINCE = 23  # of ONNX's opset
+_ATTENTION_SINCE = 23  # first ONNX opset with the operator Attention
 
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """How to export."""
+    """Options for the graph and its file."""
 
     dynamo: Annotated[
         bool, typer.Option("--dynamo/--torchscript", help="Which of torch's exporters.")
@@ -60,7 +60,7 @@ class GraphOptions:
     ] = False
 
     def check(self) -> None:
-        """Refuse options that do not go together, or an opset that torch does not write, before a model is loaded."""
+        """Refuse incompatible options, or an opset that torch does not support, before a model is loaded."""
         if self.names is not None:
             from htp_export.model.tensor_names import check_style
 
@@ -88,13 +88,12 @@ class GraphOptions:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of axes that may vary."""
-        return tuple(
-            axis.strip() for text in self.dynamic or () for axis in text.split(",") if axis.strip()
-        )
+        """Names of axes that may vary."""
+        names = [axis.strip() for text in self.dynamic or () for axis in text.split(",")]
+        return tuple(filter(None, names))
 
     def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """How the attention of the model runs, for a ``with`` block."""
+        """Return a context manager that decomposes the attention of the model, if requested."""
         if not self.decompose_attention:
             return contextlib.nullcontext()
         from htp_export.attention import decomposed_attention
@@ -102,23 +101,24 @@ class GraphOptions:
         return decomposed_attention(model, keep_kernel=self.keep_attention)
 
     def idle_attention(self, file: Path) -> set[str]:
-        """The options for attention that had no effect on an exported file."""
+        """Options for attention that had no effect on an exported file."""
         if not (self.decompose_attention or self.keep_attention):
             return set()
         from htp_export.model.tagged import load
 
         tagged = load(file)
+        # Decomposed attention has synthetic modules.
+        is_decomposed = any(info.synthetic for info in tagged.hierarchy.values())
+        is_kept = any(node.op_type == "Attention" for node in tagged.nodes)
         idle = set()
-        if self.decompose_attention and not any(
-            info.synthetic for info in tagged.hierarchy.values()
-        ):
+        if self.decompose_attention and not is_decomposed:
             idle.add("--decompose-attention")
-        if self.keep_attention and not any(node.op_type == "Attention" for node in tagged.nodes):
+        if self.keep_attention and not is_kept:
             idle.add("--keep-attention")
         return idle
 
     def for_torch(self, call: SourceCall) -> dict[str, Any]:
-        """The keyword arguments of ``torch.onnx.export``."""
+        """Keyword arguments of ``torch.onnx.export``."""
         options: dict[str, Any] = {
             "dynamo": self.dynamo,
             "verbose": False,
@@ -131,14 +131,15 @@ class GraphOptions:
         if self.functions:
             options["export_modules_as_functions"] = tuple(self.functions)
         if call.example is not None:
-            return options | {
-                name: value for name, value in call.example.options.items() if name != "kwargs"
-            }
+            options |= call.example.options
+            options.pop("kwargs", None)
+            return options
         if not self.dynamo and len(call.inputs) == len(call.kwargs) and call.kwargs:
             options["input_names"] = list(call.inputs)
         return options | self._dynamic_axes(call)
 
     def _dynamic_axes(self, call: SourceCall) -> dict[str, Any]:
+        """The exporter's argument for ``--dynamic``: ``dynamic_shapes``, or ``dynamic_axes`` of TorchScript."""
         if not self.axes:
             return {}
         if call.args:
@@ -160,7 +161,7 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class DeployOptions:
-    """What is written for other runtimes, beside the model or as a folder."""
+    """Options for further files for other runtimes, beside the model or in a folder."""
 
     genai: Annotated[bool, "Write genai_config.json, configs and tokenizer beside the model."] = (
         False
@@ -176,10 +177,10 @@ class DeployOptions:
     ] = "fp32,q4"
 
     def check(self, output: Path, model: ModelOptions) -> None:
-        """Refuse what cannot be written, before the model is loaded.
+        """Refuse files that cannot be written, before the model is loaded.
 
         Raises:
-            InputError: If the model is none of transformers, or files would lie where others are.
+            InputError: If the model is not from transformers, or other files would be replaced.
         """
         if not (self.makes_folder or self.transformers_js is not None):
             return
@@ -203,27 +204,28 @@ class DeployOptions:
             output.is_dir() or not replaces_beside(output)(beside / _CONFIG)
         ):
             check_genai(beside)
-        if self.transformers_js is not None:
-            folder = self.transformers_js.absolute()
-            if output.absolute().is_relative_to(folder):
-                raise InputError(
-                    f"{output} lies in {self.transformers_js}, which is replaced; export to another place"
-                )
-            if _is_same(Path(model.source), folder):
-                raise InputError(
-                    f"--transformers-js {self.transformers_js}: would replace SOURCE; name another folder"
-                )
-            check_transformers_js(folder, self._dtypes)
+        if self.transformers_js is None:
+            return
+        folder = self.transformers_js.absolute()
+        if output.absolute().is_relative_to(folder):
+            raise InputError(
+                f"{output} lies in {self.transformers_js}, which is replaced; export to another place"
+            )
+        if _is_same(Path(model.source), folder):
+            raise InputError(
+                f"--transformers-js {self.transformers_js}: would replace SOURCE; name another folder"
+            )
+        check_transformers_js(folder, self._dtypes)
 
     def check_files(self, names: Iterable[str]) -> None:
-        """Refuse a model with files of these names that the other runtimes do not take, before it is exported."""
+        """Refuse a model with files of these names that another runtime cannot load, before it is exported."""
         listed = list(names)
         sees_images = "vision_encoder" in listed
         if len(listed) > 1 and (self.export_json or (self.genai and not sees_images)):
             problem = f"this one has {len(listed)}: {', '.join(listed)}"
             raise InputError(f"--genai and --export-json are for models of one file, and {problem}")
         if sees_images and self.genai and self.transformers_js is not None:
-            problem = "embed_tokens puts images in their places for GenAI, and does not for transformers.js"
+            problem = "for GenAI, embed_tokens inserts the images; for transformers.js, it does not"
             raise InputError(f"--genai and --transformers-js: {problem}; export twice")
         if self.transformers_js is not None and "decoder_with_past_model" in listed:
             raise InputError(
@@ -231,7 +233,7 @@ class DeployOptions:
             )
 
     def check_folder(self, model: ModelOptions) -> None:
-        """Refuse a folder for transformers.js with files that would be lost, before the model is exported."""
+        """Refuse a folder for transformers.js that contains other files, before the model is exported."""
         if self.transformers_js is None:
             return
         from htp_export.capabilities.huggingface.companions import companion_names
@@ -242,7 +244,7 @@ class DeployOptions:
         )
 
     def check_beside(self, file: Path, model: ModelOptions, call: SourceCall) -> None:
-        """Refuse a file beside which files of others would be replaced, before it is exported."""
+        """Refuse a file if files beside it, of other tools or models, would be replaced; before it is exported."""
         if not self.makes_folder or self._is_in_source(file.parent, model):
             return
         from htp_export.capabilities.huggingface.beside import (
@@ -265,26 +267,31 @@ class DeployOptions:
 
     @staticmethod
     def _is_run_by_genai(call: SourceCall) -> bool:
-        """Whether a file is the one of several that GenAI's configuration lies beside: the decoder."""
+        """Whether GenAI's configuration is written beside this file: of several files, the decoder."""
         return call.example is None or "logits" in call.example.output_names
 
     def replaces_beside(self, file: Path) -> Callable[[Path], bool]:
-        """Whether a file beside an exported one may be replaced."""
+        """Return a predicate: whether a file beside an exported one may be replaced."""
         from htp_export.capabilities.huggingface.beside import replaces_beside
 
         return replaces_beside(file)
 
     def _is_in_source(self, folder: Path, model: ModelOptions) -> bool:
-        """Whether the files are written into the folder of the model, whose own files stay."""
+        """Whether the files are written into the folder of SOURCE, whose own files stay."""
         return _is_same(Path(str(model.source)), folder)
 
     def write_beside(
         self, model: ModelOptions, call: SourceCall, file: Path, made: Any, place: Path
     ) -> list[str]:
-        """Write the files that lie beside the exported model, ``made`` by the exporter; their names.
+        """Write further files beside an exported model, and return their names.
 
-        All of them are then moved to the folder of ``place``. If that is the folder of SOURCE, its
-        own files stay.
+        Args:
+            model: The model of the command.
+            call: The call that was exported.
+            file: The exported file, in a temporary folder.
+            made: The exporter's program.
+            place: The target of ``file``; all files are moved to its folder. If this is the folder
+                of SOURCE, its own files are not replaced.
         """
         from htp_export.capabilities.huggingface.companions import is_companion
 
@@ -309,25 +316,29 @@ class DeployOptions:
     def write_folder(
         self, files: Mapping[str, Path], model: ModelOptions, calls: Sequence[SourceCall]
     ) -> dict[str, int]:
-        """Write the folder for transformers.js; its files with their sizes.
+        """Write the folder for transformers.js, and return its files with their sizes.
 
-        The files are by their name in the folder. The last call is one of the whole model, not of
-        its encoder.
+        ``files``: name in the folder → file.
         """
         if self.transformers_js is None:
             return {}
         from htp_export.capabilities.huggingface.transformers_js import write_transformers_js
         from htp_export.command.outputs import written_folder
 
-        companions, called = _companions(model), calls[-1].model
+        # The last call is of the whole model; earlier ones may be of its encoder.
+        whole_model = calls[-1].model
         folder = write_transformers_js(
-            files, self.transformers_js, called, companions=companions, dtypes=self._dtypes
+            files,
+            self.transformers_js,
+            whole_model,
+            companions=_companions(model),
+            dtypes=self._dtypes,
         )
         return written_folder(folder)
 
     @property
     def makes_folder(self) -> bool:
-        """Whether the folder of the output is made: its files belong together, as those for transformers.js do."""
+        """Whether the folder of the output may be created, because several files belong together."""
         return self.genai or self.export_json
 
     @property
@@ -336,7 +347,7 @@ class DeployOptions:
 
 
 def _companions(model: ModelOptions) -> Path | None:
-    """The folder with the tokenizer of a model."""
+    """The folder with the tokenizer of a model; None if it has none."""
     from htp_export.capabilities.huggingface.companions import source_folder
 
     folder = source_folder(str(model.source), model.revision)

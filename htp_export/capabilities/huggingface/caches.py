@@ -1,8 +1,8 @@
-"""Key/value caches as arguments of a call, what ``transformers.exporters`` does for them, and padding on the right.
+"""Key-value caches as arguments of a call, the patches of ``transformers.exporters``, and padding on the right.
 
 ONNX Runtime GenAI pads the first tokens on the right, masks the padding, and keeps it in the cache:
-the next token of a short text lies behind it. Positions that are computed from the mask are right
-then, and windows that count tokens.
+the next token of a short text follows the padding. Positions that are computed from the mask are
+still right, and so are windows that count tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _SIDES = {None: "", "self": "decoder.", "cross": "encoder."}
 
 
 def _has_exporters() -> bool:
+    """Whether the installed transformers has exporters."""
     return importlib.util.find_spec("transformers.exporters") is not None
 
 
 def register_caches(model: Any) -> None:
-    """Register the caches of transformers as containers of tensors, as its own exporters do."""
+    """Register the caches of transformers with torch's pytree, as its own exporters do."""
     if not _has_exporters():
         import transformers
 
@@ -50,7 +51,7 @@ def register_caches(model: Any) -> None:
 
 
 def translations() -> dict[Any, Any]:
-    """What transformers' exporters, if it has some, write for operators that torch has no ONNX for, as of experts."""
+    """ONNX translations of transformers' exporters for operators that torch cannot convert; empty without exporters."""
     if not _has_exporters():
         return {}
     from transformers.exporters import exporter_onnx
@@ -60,7 +61,7 @@ def translations() -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def tracing_as_transformers_does(model: Any) -> Iterator[None]:
-    """What transformers' exporters, if it has some, replace in torch and in models to trace them, for a block."""
+    """Inside the block, apply the patches of transformers' exporters for a trace; none without exporters."""
     if not _has_exporters():
         yield
         return
@@ -73,57 +74,63 @@ def tracing_as_transformers_does(model: Any) -> Iterator[None]:
 
 
 def cache_argument(model: Any) -> str | None:
-    """The argument and the result of a model, or of its class, that are a cache: ``cache`` since transformers 5.24."""
-    taken = inspect.signature(model.forward).parameters
-    return next((name for name in ("past_key_values", "cache") if name in taken), None)
+    """The name of the cache among arguments and results of a model or its class; ``cache`` since transformers 5.24."""
+    parameters = inspect.signature(model.forward).parameters
+    for name in ("past_key_values", "cache"):
+        if name in parameters:
+            return name
+    return None
 
 
 def empty_cache(model: Any) -> Any:
-    """A cache for a model that nothing is in yet, whose layers keep every token; only keys and values can be in it.
+    """An empty cache for a model, whose layers keep all tokens.
 
-    A layer with a sliding window drops old tokens, and the counters with which it does so are
-    constants in a graph. The mask applies the window, too: all tokens can be kept.
+    A layer with a sliding window drops old tokens, and would use counters that are constants in a
+    graph. The mask applies the window, too, so that all tokens can be kept.
+
+    Raises:
+        InputError: The cache of the model contains other states than keys and values.
     """
+    if not model.config.is_encoder_decoder:
+        return _dynamic_cache(model)
+    from transformers.cache_utils import EncoderDecoderCache
+
+    return EncoderDecoderCache(_dynamic_cache(model), _dynamic_cache(model))
+
+
+def _dynamic_cache(model: Any) -> Any:
+    """An empty cache for the attention of a decoder to one sequence."""
     from transformers import cache_utils
 
-    known = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-    of_keys = [getattr(cache_utils, name, None) for name in known]
-    growing: Any = cache_utils.DynamicLayer
-
-    def cache() -> Any:
-        made = cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True))
-        other = sorted(
-            {type(layer).__name__ for layer in made.layers if type(layer) not in of_keys}
+    names = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+    classes = [getattr(cache_utils, name, None) for name in names]
+    cache: Any = cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True))
+    others = {type(layer).__name__ for layer in cache.layers if type(layer) not in classes}
+    if others:
+        problem = f"has layers with a {' and a '.join(sorted(others))}, which hold states besides keys and values"
+        raise InputError(
+            f"the cache of {type(model).__name__} {problem}; choose a task without -with-past"
         )
-        if other:
-            problem = f"has layers with a {' and a '.join(other)}, which hold states besides keys and values"
-            raise InputError(
-                f"the cache of {type(model).__name__} {problem}; choose a task without -with-past"
-            )
-        sliding = cache_utils.DynamicSlidingWindowLayer
-        made.layers = [growing() if type(layer) is sliding else layer for layer in made.layers]
-        return made
-
-    return (
-        cache_utils.EncoderDecoderCache(cache(), cache())
-        if model.config.is_encoder_decoder
-        else cache()
-    )
+    growing: Any = cache_utils.DynamicLayer
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is cache_utils.DynamicSlidingWindowLayer:
+            cache.layers[number] = growing()
+    return cache
 
 
 def emptied(cache: Any, length: int = 0) -> Any:
-    """A cache of the same layers that holds the first tokens alone, or none; the cache itself stays as it is."""
+    """A copy of a cache with the first ``length`` tokens."""
     from transformers.cache_utils import DynamicLayer
 
-    made = copy.deepcopy(cache)
-    for layer in made.layers:
+    new = copy.deepcopy(cache)
+    for layer in new.layers:
         if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
             layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
-    return made
+    return new
 
 
 def leaf_name(path: str, prefix: str) -> str:
-    """The name that optimum gives a tensor at transformers' path in a cache; other paths stay as they are.
+    """Optimum's name for a tensor at transformers' path in a cache; other paths are returned unchanged.
 
     Examples:
         >>> leaf_name("past_key_values.layers.0.keys", "present")
@@ -148,59 +155,58 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def windows_of_tokens() -> Iterator[list[int]]:
-    """Let sliding windows of transformers count tokens that are not masked rather than places, for a ``with`` block.
+    """Inside the block, sliding windows of transformers count unmasked tokens, not positions in the cache.
 
-    With padding on the left, or without padding, this is the same. The list gets the windows that
-    were applied.
+    Without padding, or with padding on the left, both are the same. The yielded list receives the
+    sizes of the windows that were applied.
     """
     from transformers import masking_utils
 
     overlay, padding = masking_utils.sliding_window_overlay, masking_utils.padding_mask_function
     windows: list[int] = []
-    # that of the tokens, if there is one, of the mask that is being made
+    # The mask of the tokens, if there is one, for the attention mask that is computed now.
     masks: list[torch.Tensor] = []
 
     def overlay_of_tokens(window: int) -> Callable[..., Any]:
         masks.clear()
         windows.append(window)
-        places: Callable[..., Any] = overlay(window)
+        is_in_window: Callable[..., Any] = overlay(window)
 
-        def inner(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        def by_tokens(batch: Any, head: Any, query: Any, key: Any) -> Any:
             if not masks:
-                return places(batch, head, query, key)
+                return is_in_window(batch, head, query, key)
             tokens = masks[-1].long().cumsum(-1)
-            return places(batch, head, tokens[batch, query], tokens[batch, key])
+            return is_in_window(batch, head, tokens[batch, query], tokens[batch, key])
 
-        return inner
+        return by_tokens
 
-    def padding_that_is_noted(mask: torch.Tensor) -> Callable[..., Any]:
+    def recording_padding(mask: torch.Tensor) -> Callable[..., Any]:
         masks[:] = [mask]
-        made: Callable[..., Any] = padding(mask)
-        return made
+        function: Callable[..., Any] = padding(mask)
+        return function
 
     def make(changes: Changes) -> None:
         set_item(changes, vars(masking_utils), "sliding_window_overlay", overlay_of_tokens)
-        set_item(changes, vars(masking_utils), "padding_mask_function", padding_that_is_noted)
+        set_item(changes, vars(masking_utils), "padding_mask_function", recording_padding)
 
     with restored(make):
         yield windows
 
 
 def warn_of_right_padding(model: Any, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
-    """Log a warning if a decoder computes something else behind padding, as with biases by distance (ALiBi).
+    """Log a warning if padding on the right changes the logits of a decoder, as with biases by distance (ALiBi).
 
-    The decoder is run four times. A window of its own, which transformers' masks do not apply
-    (GPT-Neo), is longer than the texts of these runs: it is known by the config alone.
+    The decoder runs four times. A window of the model's own, which is no mask of transformers
+    (GPT-Neo), is longer than these texts: only the config shows it.
     """
     import torch
 
     with windows_of_tokens() as windows:
-        alone, padded = (
-            _logits_behind(model, prefill, decode, padding) for padding in (0, _PADDING)
-        )
-    allowed = torch.finfo(alone.dtype).eps ** 0.5 * float(alone.abs().max())
+        alone = _logits_after_padding(model, prefill, decode, 0)
+        padded = _logits_after_padding(model, prefill, decode, _PADDING)
+    tolerance = torch.finfo(alone.dtype).eps ** 0.5 * float(alone.abs().max())
     has_own_window = not windows and find(model.config, *_WINDOWS) is not None
-    if has_own_window or not torch.allclose(alone, padded, rtol=0, atol=allowed):
+    if has_own_window or not torch.allclose(alone, padded, rtol=0, atol=tolerance):
         _log.warning(
             "%s counts the padding between tokens: in ONNX Runtime GenAI, which pads on the right, texts of different "
             "length in one batch get wrong tokens. Run one text at a time, or texts of one length",
@@ -208,10 +214,10 @@ def warn_of_right_padding(model: Any, prefill: dict[str, Any], decode: dict[str,
         )
 
 
-def _logits_behind(
+def _logits_after_padding(
     model: Any, prefill: dict[str, Any], decode: dict[str, Any], padding: int
 ) -> torch.Tensor:
-    """The logits of a token behind others and masked padding."""
+    """The logits of a token after other tokens and masked padding."""
     import torch
 
     from htp_export.exporter.capture.model_state import unchanged
@@ -223,10 +229,10 @@ def _logits_behind(
     name = str(cache_argument(model))
     cache = emptied(prefill[name])
     for new in (first, following[:, :1]):
-        given = {"input_ids": new, "attention_mask": mask, name: cache}
-        given["position_ids"] = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
+        arguments = {"input_ids": new, "attention_mask": mask, name: cache}
+        arguments["position_ids"] = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
         with unchanged(model, ()), torch.no_grad():
-            returned = model(**{key: given[key] for key in prefill})
+            returned = model(**{key: arguments[key] for key in prefill})
         cache, mask = returned[name], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
     logits: torch.Tensor = returned["logits"][:, -1]
     return logits

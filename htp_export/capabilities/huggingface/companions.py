@@ -1,7 +1,7 @@
-"""The files beside a model: its config, how it generates, tokenizer, preprocessor, and what transformers records.
+"""The files beside a model: configs, tokenizer, preprocessor, and ``export.json`` of transformers.
 
-``export.json`` is what ``transformers.exporters`` records about a file, from which it runs the file
-again.
+``transformers.exporters`` records facts about a file in ``export.json``, and loads the file with
+them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from htp_export.files.model_files import read_model
 from htp_export.files.text_files import named_if_unwritable, write_json
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Of tokenizers, their vocabularies and templates, and of configs; weights have others."""
+"""Suffixes of tokenizers, their vocabularies and templates, and of configs; weights have others."""
 
 EXPORT_JSON = "export.json"
 
 _NOT_OURS = (".index.json", "genai_config.json", EXPORT_JSON, "manifest.json")
-"""Ends of names of files that describe weights or an earlier export."""
+"""Ends of names of files that describe weights or an earlier export: they are no companions."""
 
 
 def is_companion(name: str) -> bool:
@@ -39,23 +39,25 @@ def companion_names(folder: Path | None) -> set[str]:
 
 
 def _companions_in(folder: Path) -> list[Path]:
+    """The companions in a folder, by name."""
     return sorted(file for file in folder.iterdir() if is_companion(file.name) and file.is_file())
 
 
 def copy_companions(folder: Path, target: Path) -> list[Path]:
-    """Copy the files of a model's tokenizer, preprocessor and configs; files that are in the target already stay.
+    """Copy the files of a model's tokenizer, preprocessor and configs; existing files of the target are kept.
 
-    The folder may come from anywhere: links out of it, or of the cache of the hub around it, are
+    The folder is not trusted: links to files outside of it, and of the hub's cache around it, are
     refused.
     """
     home = folder.resolve()
-    if home.parent.name == "snapshots":  # the cache of the hub has links to ../../blobs
+    if home.parent.name == "snapshots":  # the hub's cache has links to ../../blobs
         home = home.parent.parent
-    found = _companions_in(folder)
-    for file in found:
+    companions = _companions_in(folder)
+    for file in companions:
         if not file.resolve().is_relative_to(home):
             raise FileError(file, "is a link out of its folder; it will not be copied")
-    copies = [target / file.name for file in found if not (target / file.name).exists()]
+    targets = [target / file.name for file in companions]
+    copies = [copy for copy in targets if not copy.exists()]
     for copy in copies:
         shutil.copyfile(folder / copy.name, copy)
     return copies
@@ -64,20 +66,19 @@ def copy_companions(folder: Path, target: Path) -> list[Path]:
 def write_configs(model: Any, target: Path) -> list[Path]:
     """Write ``config.json`` and, for a model that generates, ``generation_config.json`` into an existing folder.
 
-    They describe the model as it is, with every setting that was changed since it was loaded.
+    They include every setting that was changed since the model was loaded.
     """
     config = {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]}
     written = [write_json(target / "config.json", config)]
     generation = getattr(model, "generation_config", None)
     if generation is not None:
-        written.append(
-            write_json(target / "generation_config.json", json.loads(generation.to_json_string()))
-        )
+        settings = json.loads(generation.to_json_string())
+        written.append(write_json(target / "generation_config.json", settings))
     return written
 
 
 def source_folder(source: str, revision: str | None = None) -> Path | None:
-    """The folder with the companions of a model: the local one, or in the cache of the hub; None for a model type."""
+    """The folder with the companions of a model, local or in the hub's cache; None for a model type."""
     return Source(source, revision=revision).folder(_SUFFIXES, _NOT_OURS)
 
 
@@ -87,8 +88,13 @@ def write_export_metadata(
     """Write ``export.json`` and the configs into the folder of an exported model.
 
     ``transformers.exporters.ExportedModel.from_pretrained`` then loads the folder. It finds inputs
-    by transformers' names (``cache_names="transformers"``), and weights in ``<file>.data``. The
-    program is ``ONNXProgram.exported_program``, what torch made of the call with ``kwargs``.
+    by transformers' names (``cache_names="transformers"``), and weights in ``<file>.data``.
+
+    Args:
+        file: The exported model.
+        model: The model of transformers.
+        kwargs: The arguments of the exported call.
+        exported_program: ``ONNXProgram.exported_program`` of the export.
     """
     try:
         from transformers.exporters.base import EXPORT_SCHEMA_VERSION

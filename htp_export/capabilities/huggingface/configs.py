@@ -1,4 +1,4 @@
-"""Changes to transformers configs: overrides by dotted key, and the key-value cache on or off."""
+"""Transformers configs: search for settings, overrides by dotted key, and the key-value cache on or off."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from htp_export.errors import ModelSourceError, in_one_line
 
 
 def _sub_configs(config: Any) -> Iterator[Any]:
-    """The configs inside a config, such as those of its text tower or its backbone."""
-    inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {})
-    return (level for level in inner if hasattr(level, "to_dict"))
+    """Configs inside a config, such as those of its text tower or its backbone."""
+    for name in getattr(config, "sub_configs", None) or {}:
+        sub_config = getattr(config, name, None)
+        if hasattr(sub_config, "to_dict"):
+            yield sub_config
 
 
 def find(config: Any, *names: str) -> Any:
-    """The first existing setting of these names, in the config itself or in a sub-config; None if there is none.
+    """The first setting with one of these names, in the config itself or in a sub-config; None if there is none.
 
     Examples:
         >>> from transformers import CLIPConfig
@@ -28,14 +30,19 @@ def find(config: Any, *names: str) -> Any:
         value = getattr(config, name, None)
         if value is not None:
             return value
-    return next(
-        (value for level in _sub_configs(config) if (value := find(level, *names)) is not None),
-        None,
-    )
+    for sub_config in _sub_configs(config):
+        value = find(sub_config, *names)
+        if value is not None:
+            return value
+    return None
 
 
 def is_setting(kind: type, value: Any) -> bool:
-    """Whether a value is a boolean, a whole number from 0 on, or a finite number; settings may come from anywhere."""
+    """Whether a value is a valid setting of a kind; values of files are not trusted.
+
+    ``kind``: bool; int, for an integer from 0 up that 32 bits hold, as consumers in C++ need it; or
+    float, for a finite number.
+    """
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is int:
@@ -44,23 +51,24 @@ def is_setting(kind: type, value: Any) -> bool:
 
 
 def use_cache(config: Any, wanted: bool) -> None:
-    """Enable or disable the key-value cache at all levels that have one."""
+    """Enable or disable the key-value cache in a config and its sub-configs."""
     if hasattr(config, "use_cache"):
         config.use_cache = wanted
-    for level in _sub_configs(config):
-        use_cache(level, wanted)
+    for sub_config in _sub_configs(config):
+        use_cache(sub_config, wanted)
 
 
 def nearest(name: str, known: Iterable[str], what: str) -> str:
-    """A hint for a message: the known names nearest to an unknown one."""
+    """A hint for a message: the known names most similar to an unknown one."""
+    # Three hints fit a line; difflib's own cutoff, 0.6, drops too many short names.
     matches = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
     return f"; nearest {what}: {', '.join(matches)}" if matches else ""
 
 
 def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -> Any:
-    """A new config of the same class with other values; derived values are computed again.
+    """Build a new config of the same class with other values; derived values are computed again.
 
-    Dots in keys lead into sub-configs. The source is the name of the model, for messages.
+    Dots in keys lead into sub-configs. ``source`` is the name of the model, for messages.
     """
     if not overrides:
         return config
@@ -70,72 +78,83 @@ def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -
     values.pop("model_type", None)
     try:
         return type(config)(**values)
-    except Exception as error:  # configs check themselves, each in its way
+    except Exception as error:  # from the checks of any config class
         raise ModelSourceError(
             source, f"its config refuses {_shown(overrides)}: {in_one_line(error)}"
         ) from error
 
 
 def _check(source: str, config: Any, key: str, value: object) -> None:
-    """Refuse a key that is not there, and a negative number in place of a count or a size: an empty loop."""
-    level, above = config, ""
+    """Refuse a key that does not exist, and a negative number for a count or a size."""
+    current = _setting_at(source, config, key)
+    if not _is_number(current) or not _is_number(value):
+        return
+    is_id = key.endswith(("_id", "_ids", "_index"))  # of tokens and labels: -1 means none
+    # A negative count would build a model with empty loops.
+    if not is_id and value < 0 < current:  # type: ignore[operator]
+        raise ModelSourceError(source, f"its config has {key}={current}, and {value} is negative")
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is an int or a float, not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _setting_at(source: str, config: Any, key: str) -> Any:
+    """The setting with a dotted key; an error if there is none."""
+    level, path = config, ""
     for part in key.split("."):
-        if above and not (isinstance(level, dict) or hasattr(level, "to_dict")):
+        if path and not (isinstance(level, dict) or hasattr(level, "to_dict")):
             raise ModelSourceError(
-                source, f"{above!r} in its config has no keys below it, so there is no {key!r}"
+                source, f"{path!r} in its config has no keys below it, so there is no {key!r}"
             )
-        known = {
-            *(level if isinstance(level, dict) else level.to_dict()),
-            *(getattr(level, "attribute_map", None) or ()),
-        }
-        found = level.get(part) if isinstance(level, dict) else getattr(level, part, None)
-        is_property = (
-            part == key
-            and not part.startswith("_")
-            and hasattr(level, part)
-            and not callable(found)
-        )
-        if part not in known and not is_property:
-            where = f" in {above}" if above else ""
-            raise ModelSourceError(
-                source, f"its config has no {part!r}{where}" + nearest(part, known, "keys")
-            )
-        level, above = found, f"{above}.{part}" if above else part
-    numbers = all(
-        isinstance(number, int | float) and not isinstance(number, bool)
-        for number in (level, value)
-    )
-    is_id = key.endswith(("_id", "_ids", "_index"))  # of tokens and labels: -1 is none
-    if numbers and not is_id and value < 0 < level:  # type: ignore[operator]
-        raise ModelSourceError(source, f"its config has {key}={level}, and {value} is negative")
+        if isinstance(level, dict):
+            names, setting = set(level), level.get(part)
+        else:
+            names, setting = set(level.to_dict()), getattr(level, part, None)
+        names |= set(getattr(level, "attribute_map", None) or ())
+        # A property of the config itself may be set, too; a method may not.
+        is_public = part == key and not part.startswith("_")
+        is_property = is_public and hasattr(level, part) and not callable(setting)
+        if part not in names and not is_property:
+            where = f" in {path}" if path else ""
+            hint = nearest(part, names, "keys")
+            raise ModelSourceError(source, f"its config has no {part!r}{where}{hint}")
+        level = setting
+        path = f"{path}.{part}" if path else part
+    return level
 
 
 def _with(config: Any, overrides: Mapping[str, object]) -> dict[str, Any]:
-    """The arguments that rebuild a config: values that differ from its defaults, and the overrides."""
+    """Arguments that rebuild a config: values that differ from its defaults, and the overrides."""
     values = _not_default(config)
+    aliases = getattr(config, "attribute_map", None) or {}
     for key, value in overrides.items():
         first, _, rest = key.partition(".")
         if not rest:
-            values[(getattr(config, "attribute_map", None) or {}).get(first, first)] = value
-        else:
-            level = getattr(config, first)
-            changes = {
-                name.partition(".")[2]: new
-                for name, new in overrides.items()
-                if name.startswith(f"{first}.")
-            }
-            values[first] = (
-                {**level, **changes} if isinstance(level, dict) else _with(level, changes)
-            )
+            values[aliases.get(first, first)] = value
+            continue
+        prefix = f"{first}."
+        changes = {
+            name.removeprefix(prefix): new
+            for name, new in overrides.items()
+            if name.startswith(prefix)
+        }
+        level = getattr(config, first)
+        values[first] = {**level, **changes} if isinstance(level, dict) else _with(level, changes)
     return values
 
 
 def _not_default(config: Any) -> dict[str, Any]:
-    """What was set: ``to_diff_dict`` of transformers also has what a config derived, and refuses when it is rebuilt."""
+    """The settings of a config that differ from the defaults of its class.
+
+    ``to_diff_dict`` of transformers also contains derived values, which a config refuses as
+    arguments.
+    """
     values: dict[str, Any] = config.to_dict()
     try:
         default: dict[str, Any] = type(config)().to_dict()
-    except Exception:  # a config that cannot be built without arguments has no defaults
+    except Exception:  # The class requires arguments: it has no defaults.
         default = {}
     kept = {
         name: value

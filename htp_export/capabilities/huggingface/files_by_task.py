@@ -1,4 +1,4 @@
-"""Which files a task has, and the call that each of them is exported from."""
+"""The files of a task, and the call that each file is exported from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from htp_export.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-_SIZES = {  # all different, and none is 1: torch.export takes a size of 1 for a constant
+# All different, because torch.export may take equal sizes for one; none is 1, a constant for it.
+_SIZES = {
     "batch_size": 2,
     "sequence_length": 3,
     "past_sequence_length": 5,
@@ -43,38 +44,37 @@ def example_calls(
     right_padding: bool = False,
     embeds_images: bool = False,
 ) -> dict[str, ExampleCall]:
-    """The files of a task, and the call that each is exported from, with optimum's names and dynamic axes.
+    """Create the calls that the files of a task are exported from, with optimum's names and dynamic axes.
 
     Args:
         model: A model of transformers. Its ``config.use_cache`` must be true for a task with
             ``-with-past``.
-        task: The task; without it, the one that the model's class is for, with ``-with-past`` if
-            its config uses a cache.
+        task: The task; the default is that of the model's class, with ``-with-past`` if its config
+            uses a cache.
         two_files: Whether a decoder has two files, ``decoder_model`` and
-            ``decoder_with_past_model``; by default, that of an encoder-decoder does. One that takes
-            images has one file.
-        cache_names: Whose names the tensors of the cache have: optimum's
-            (``past_key_values.0.key``, ``present.0.key``) or those of ``transformers.exporters``
+            ``decoder_with_past_model``. This is the default for an encoder-decoder; the decoder of
+            a model for images and text always has one file.
+        cache_names: The names of the tensors of the cache: optimum's (``past_key_values.0.key``,
+            ``present.0.key``) or those of ``transformers.exporters``
             (``input.cache.layers.0.keys``; ``past_key_values`` for ``cache`` before 5.24).
         sizes: Name of a dimension → its size in the example: ``batch_size``, ``sequence_length``,
             ``past_sequence_length``, ``encoder_sequence_length``.
         shapes: As for `example_inputs`, for tasks without a cache.
-        seed: Of the example inputs.
+        seed: Seed of the example inputs.
         processor: As for `example_inputs`.
-        right_padding: Whether a decoder of one file shall be right for batches whose texts are
-            padded on the right, as in ONNX Runtime GenAI: its sliding windows count tokens rather
-            than places in the cache. A warning is logged if other parts of the model count the
-            padding, such as biases by distance.
-        embeds_images: Whether ``embed_tokens`` takes ``image_features``, too, and puts them in the
-            places of their tokens, as ONNX Runtime GenAI wants it; in transformers.js, the program
-            does that.
+        right_padding: Whether a decoder of one file has to be right for batches of texts with
+            padding on the right, as in ONNX Runtime GenAI: its sliding windows then count tokens,
+            not positions in the cache. A warning is logged if other parts of the model, such as
+            biases by distance, count the padding.
+        embeds_images: Whether ``embed_tokens`` has an input ``image_features``, and replaces image
+            tokens by it, as ONNX Runtime GenAI expects; transformers.js replaces them itself.
 
     Returns:
         Name of the file, without ``.onnx`` → call.
 
     Raises:
-        InputError: If the model cannot be called so, or transformers is too old for an export with
-            a cache.
+        InputError: If the model does not support such calls, or transformers is too old for an
+            export with a cache.
     """
     task = task or task_of(model)
     base, has_cache = split_task(task)
@@ -83,39 +83,32 @@ def example_calls(
         raise InputError(
             f"no size {unknown[0]!r} in a call with a cache; there are {', '.join(_SIZES)}"
         )
-    given: tuple[Any, ...] = (
-        model,
-        task,
-        cache_names,
-        {**_SIZES, **(sizes or {})},
-        seed,
-        processor,
-    )
-    calls = Calls(*given)
+    all_sizes = {**_SIZES, **(sizes or {})}
+    arguments: tuple[Any, ...] = (model, task, cache_names, all_sizes, seed, processor)
+    calls = Calls(*arguments)
     if not has_cache:
         return {"model": _without_a_cache(calls, shapes)}
     if not calls.cache:
         raise calls.refused("takes no key-value cache")
     register_caches(model)
     if calls.model.config.is_encoder_decoder:
-        return EncoderAndDecoder(*given).calls(two_files is not False)
+        return EncoderAndDecoder(*arguments).calls(two_files is not False)
     if base == "image-text-to-text":
-        return ImagesAndText(*given).calls(embeds_images)
+        return ImagesAndText(*arguments).calls(embeds_images)
     return _decoder(calls, bool(two_files), right_padding)
 
 
 def _without_a_cache(calls: Calls, shapes: Mapping[str, Any] | None) -> ExampleCall:
-    """All that ``forward`` takes and the config describes."""
+    """The call with all arguments of ``forward`` that the config describes; of a decoder, with tokens alone."""
     model, sizes = calls.model, calls.sizes
     if model.can_generate() and not model.config.is_encoder_decoder and not shapes:
-        return calls.call(
-            {"forward": calls.tokens(sizes["past_sequence_length"] + sizes["sequence_length"])}
-        )
+        length = sizes["past_sequence_length"] + sizes["sequence_length"]
+        return calls.call({"forward": calls.tokens(length)})
     return calls.call({"forward": calls.inputs(shapes, sizes["batch_size"])})
 
 
 def _decoder(calls: Calls, two_files: bool, right_padding: bool) -> dict[str, ExampleCall]:
-    """One file for prefill and decoding, or a file without a cache among its inputs, and one with it."""
+    """One file for prefill and decode, or two files: without a cache as input, and with one."""
     split = calls.sizes["past_sequence_length"]
     runs = calls.prefill_and_decode(calls.tokens(split + calls.sizes["sequence_length"]), split)
     if not two_files:
@@ -142,7 +135,7 @@ def example_call(
     processor: Processor | None = None,
     right_padding: bool = False,
 ) -> ExampleCall:
-    """The call that the one file of a task is exported from; the arguments are those of `example_calls`.
+    """Create the call that the only file of a task is exported from; the arguments are those of `example_calls`.
 
     Examples:
         >>> from htp_export.huggingface import load_model

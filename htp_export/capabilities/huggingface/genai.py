@@ -1,9 +1,9 @@
-"""``genai_config.json``: how ONNX Runtime GenAI runs a decoder with a key-value cache; keys as in ``src/config.h``.
+"""``genai_config.json``: settings of ONNX Runtime GenAI for a decoder with a key-value cache; see ``src/config.h``.
 
-Names of tensors and sizes of the cache are read from the graph, the rest from the configs of
+Names of tensors and sizes of the cache come from the graph, other values from the configs of
 transformers. ``type`` is ``"decoder"``: GenAI's types of architectures run the same way, and some
-expect other caches. With ``inputs_embeds``, it is one of Qwen's: these alone get positions in three
-dimensions (``IsQwenVLFamily`` in ``src/models/model_type.h``).
+expect other caches. With ``inputs_embeds``, it is a type of Qwen's: only these get positions in
+three dimensions (``IsQwenVLFamily`` in ``src/models/model_type.h``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx_ir as ir
 
@@ -42,32 +43,31 @@ _DEFAULTS: Mapping[str, Any] = {
     "min_pixels": 56 * 56,
     "max_pixels": 28 * 28 * 1280,
 }
-"""What ``Qwen2VLImageProcessor`` of transformers has for settings that a file does not name."""
+"""Defaults of ``Qwen2VLImageProcessor`` of transformers for settings that a file lacks."""
 
 
 def vision_processor(folder: Path) -> dict[str, Any] | None:
-    """The content of ``vision_processor.json`` for the image processor of a folder: how GenAI makes patches of images.
+    """The content of ``vision_processor.json``: the operators with which GenAI converts images to patches.
 
     It lists operators of onnxruntime-extensions, which GenAI contains
     (``shared/api/image_processor.cc`` and ``image_transforms.hpp`` in
-    https://github.com/microsoft/onnxruntime-extensions). Its usual name is
-    ``processor_config.json``, which transformers has for a file of its own.
+    https://github.com/microsoft/onnxruntime-extensions). GenAI's usual name for it is
+    ``processor_config.json``, which is the name of a file of transformers.
 
-    None if the folder has none, or one whose work onnxruntime-extensions has no operators for: a
-    warning says which setting it is.
+    None if the folder has no image processor, or if onnxruntime-extensions lacks an operator for
+    it: a warning names the setting.
     """
+
+    def find_file(name: str) -> Path | None:
+        file = folder / name
+        return file if file.is_file() else None
+
     problem = "the folder of the model has no preprocessor_config.json with a patch_size"
     try:
-        for settings in image_settings(
-            lambda name: file if (file := folder / name).is_file() else None
-        ):
+        for settings in image_settings(find_file):
             if "patch_size" in settings:
-                return {
-                    "processor": {
-                        "name": "image_processor",
-                        "transforms": image_operators(settings),
-                    }
-                }
+                operators = image_operators(settings)
+                return {"processor": {"name": "image_processor", "transforms": operators}}
     except HtpExportError as error:
         problem = str(error)
     _log.warning(
@@ -78,65 +78,82 @@ def vision_processor(folder: Path) -> dict[str, Any] | None:
 
 
 def image_operators(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The operators that make what an image processor with these settings makes, from the bytes of a file.
+    """Operators that do the work of an image processor with these settings, on the bytes of an image file.
 
     Raises:
-        InputError: If a setting is no number that it can be, or there is no operator for it.
+        InputError: If the value of a setting is invalid, or there is no operator for it.
 
     Examples:
-        >>> [each["operation"]["type"] for each in image_operators({"patch_size": 14})]
+        >>> [entry["operation"]["type"] for entry in image_operators({"patch_size": 14})]
         ['DecodeImage', 'Resize', 'Rescale', 'Normalize', 'PatchImage']
     """
-    size = settings.get("size")
-    sizes = size if isinstance(size, Mapping) else {}
-    edges = {"min_pixels": sizes.get("shortest_edge"), "max_pixels": sizes.get("longest_edge")}
-    layers = (settings, sizes, edges)
-
-    def setting(name: str, kind: type) -> Any:
-        found = next(
-            (layer[name] for layer in layers if layer.get(name) is not None), _DEFAULTS[name]
-        )
-        if not is_setting(kind, found) or (kind is int and found == 0 and name != "resample"):
-            raise InputError(f"its {name} is {found!r}")
-        return found
-
-    def of_channels(name: str) -> list[float]:
-        found = settings.get(name, _DEFAULTS[name])
-        if (
-            not isinstance(found, list)
-            or len(found) != 3
-            or not all(is_setting(float, each) for each in found)
-        ):
-            raise InputError(f"its {name} is {found!r}, and not three numbers")
-        return [float(each) for each in found]
-
-    patches = {"patch_size": setting("patch_size", int), "merge_size": setting("merge_size", int)}
-    steps: dict[str, dict[str, Any]] = {"DecodeImage": {"color_space": "RGB"}}
-    if setting("do_resize", bool):
-        resample = setting("resample", int)
+    processor = _ImageProcessor(settings)
+    number = processor.number
+    patches = {"patch_size": number("patch_size"), "merge_size": number("merge_size")}
+    operators: dict[str, dict[str, Any]] = {"DecodeImage": {"color_space": "RGB"}}
+    if processor.setting("do_resize", bool):
+        resample = number("resample")
         if resample not in _FILTERS:
             raise InputError(f"onnxruntime-extensions has no filter for its resample, {resample}")
-        pixels = {name: setting(name, int) for name in ("min_pixels", "max_pixels")}
-        steps["Resize"] = {
+        operators["Resize"] = {
             "interpolation": _FILTERS[resample],
             "smart_resize": 1,
-            **pixels,
+            "min_pixels": number("min_pixels"),
+            "max_pixels": number("max_pixels"),
             **patches,
         }
-    steps["Rescale"] = {
-        "rescale_factor": float(
-            setting("rescale_factor", float) if setting("do_rescale", bool) else 1
-        )
-    }
-    if setting("do_normalize", bool):
-        deviations = of_channels("image_std")
+    is_rescaled = processor.setting("do_rescale", bool)
+    factor = processor.setting("rescale_factor", float) if is_rescaled else 1
+    # Without a factor, too: Rescale converts bytes to floats.
+    operators["Rescale"] = {"rescale_factor": float(factor)}
+    if processor.setting("do_normalize", bool):
+        deviations = processor.by_channel("image_std")
         if 0 in deviations:
             raise InputError(f"its image_std is {deviations}")
-        steps["Normalize"] = {"mean": of_channels("image_mean"), "std": deviations}
-    steps["PatchImage"] = {**patches, "temporal_patch_size": setting("temporal_patch_size", int)}
+        operators["Normalize"] = {"mean": processor.by_channel("image_mean"), "std": deviations}
+    operators["PatchImage"] = {**patches, "temporal_patch_size": number("temporal_patch_size")}
     return [
-        {"operation": {"name": name, "type": name, "attrs": attrs}} for name, attrs in steps.items()
+        {"operation": {"name": name, "type": name, "attrs": attributes}}
+        for name, attributes in operators.items()
     ]
+
+
+class _ImageProcessor:
+    """The settings of an image processor, with the defaults of transformers, each checked when it is used."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        size = settings.get("size")
+        sizes = size if isinstance(size, Mapping) else {}
+        # Newer files name the limits as edges.
+        edges = {"min_pixels": sizes.get("shortest_edge"), "max_pixels": sizes.get("longest_edge")}
+        self._levels = (settings, sizes, edges)
+
+    def setting(self, name: str, kind: type) -> Any:
+        """A setting of a kind; an `InputError` for other values."""
+        value = _DEFAULTS[name]
+        for level in self._levels:
+            if level.get(name) is not None:
+                value = level[name]
+                break
+        if not is_setting(kind, value):
+            raise InputError(f"its {name} is {value!r}")
+        return value
+
+    def number(self, name: str) -> int:
+        """An integer; ``resample``, the number of a filter, alone may be 0."""
+        value: int = self.setting(name, int)
+        if value == 0 and name != "resample":
+            raise InputError(f"its {name} is {value!r}")
+        return value
+
+    def by_channel(self, name: str) -> list[float]:
+        """Three numbers, one for each colour."""
+        values = self._settings.get(name, _DEFAULTS[name])
+        is_list = isinstance(values, list) and len(values) == 3
+        if not is_list or not all(is_setting(float, value) for value in values):
+            raise InputError(f"its {name} is {values!r}, and not three numbers")
+        return [float(value) for value in values]
 
 
 GENAI_CONFIG = "genai_config.json"
@@ -144,14 +161,14 @@ GENAI_CONFIG = "genai_config.json"
 _log = logging.getLogger(__name__)
 
 _TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-"""What GenAI gives a decoder besides its cache."""
+"""Inputs of a decoder that GenAI provides, besides the cache."""
 
 _IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id")
 _VISION = "vision_encoder.onnx"
 _EMBEDDING = "embed_tokens.onnx"
 
 _UNLIMITED = 2048
-"""The context length of a model whose config has no limit, as with ALiBi; GenAI wants a number."""
+"""The context length of a model whose config has no limit, as with ALiBi: GenAI requires one."""
 
 _SEARCH: dict[str, tuple[type, Any]] = {
     "do_sample": (bool, False),
@@ -167,84 +184,125 @@ _SEARCH: dict[str, tuple[type, Any]] = {
     "length_penalty": (float, 1.0),
     "diversity_penalty": (float, 0.0),
 }
-"""Setting of GenAI, with the same name in a generation config → its type, and what it is without one."""
+"""Setting of GenAI, with the same name in a generation config → its type and default."""
 
 
-class _Caches(NamedTuple):
-    """The tensors of a key-value cache among the inputs, or among the outputs, of a graph."""
+@dataclass(frozen=True)
+class _CacheTensors:
+    """The tensors of a key-value cache among the inputs, or among the outputs, of a graph.
 
-    keys: str  # the name of a layer's keys, with %d for its number
+    Attributes:
+        keys: The name of a layer's keys, with ``%d`` for its number.
+        values: The same for values.
+        layers: The numbers of the layers.
+        heads: The number of heads; None if the graph has no record of it.
+        head_size: The size of a head; None if the graph has no record of it.
+    """
+
+    keys: str
     values: str
     layers: tuple[int, ...]
-    heads: int | None  # None where the graph does not say it
+    heads: int | None
     head_size: int | None
 
     def names(self) -> set[str]:
-        return {
-            pattern.replace("%d", str(layer))
-            for pattern in (self.keys, self.values)
-            for layer in self.layers
-        }
+        """The names of all tensors."""
+        names = set()
+        for layer in self.layers:
+            names |= {pattern.replace("%d", str(layer)) for pattern in (self.keys, self.values)}
+        return names
 
 
-def _cache_among(tensors: Iterable[ir.Value]) -> _Caches | None:
+def _cache_among(tensors: Iterable[ir.Value]) -> _CacheTensors | None:
     """The cache among the inputs or the outputs of a graph; None if there is none.
 
     Its names have to follow one pattern, with keys and values for every layer.
     """
-    found: dict[str, dict[str, dict[int, ir.Value]]] = {"key": {}, "value": {}}
+    keys: dict[str, dict[int, ir.Value]] = {}  # pattern of names → layer → tensor
+    values: dict[str, dict[int, ir.Value]] = {}
     for tensor in tensors:
         match = CACHE.fullmatch(str(tensor.name))
         if match is not None:
             pattern = f"{match['before']}%d.{match['kind']}{match['after']}"
-            found[match["kind"]].setdefault(pattern, {})[int(match["layer"])] = tensor
-    names = [pattern for patterns in found.values() for pattern in patterns]
+            patterns = keys if match["kind"] == "key" else values
+            patterns.setdefault(pattern, {})[int(match["layer"])] = tensor
+    names = [*keys, *values]
     if not names:
         return None
-    if (
-        len(found["key"]) != 1
-        or len(found["value"]) != 1
-        or any(name.count("%") != 1 for name in names)
-    ):
+    # GenAI inserts the number of the layer with printf: another % is refused.
+    is_pattern = all(name.count("%") == 1 for name in names)
+    if len(keys) != 1 or len(values) != 1 or not is_pattern:
         raise InputError(
             f"the cache has no keys and values of one name each, with a number: {', '.join(names)}"
         )
-    [(keys, by_layer)], [(values, others)] = found["key"].items(), found["value"].items()
-    if by_layer.keys() != others.keys():
+    [(keys_pattern, keys_by_layer)] = keys.items()
+    [(values_pattern, values_by_layer)] = values.items()
+    layers = tuple(sorted(keys_by_layer))
+    if keys_by_layer.keys() != values_by_layer.keys():
         raise InputError(
-            f"the cache has keys of layers {sorted(by_layer)}, and values of layers {sorted(others)}"
+            f"the cache has keys of layers {[*layers]}, and values of layers {sorted(values_by_layer)}"
         )
-    layers = tuple(sorted(by_layer))
-    sizes = [size if isinstance(size, int) else None for size in by_layer[layers[0]].shape or ()]
-    heads, head_size = (sizes[1], sizes[3]) if len(sizes) == 4 else (None, None)
-    return _Caches(keys, values, layers, heads, head_size)
+    shape = list(keys_by_layer[layers[0]].shape or ())
+    if len(shape) != 4:
+        return _CacheTensors(keys_pattern, values_pattern, layers, None, None)
+    _, heads, _, head_size = (size if isinstance(size, int) else None for size in shape)
+    return _CacheTensors(keys_pattern, values_pattern, layers, heads, head_size)
 
 
 def genai_config(
     model: ir.Model, config: Any, generation_config: Any = None, *, filename: str = "model.onnx"
 ) -> dict[str, Any]:
-    """The content of ``genai_config.json`` for a decoder that takes a key-value cache and returns one.
+    """The content of ``genai_config.json`` for a decoder with a key-value cache as input and output.
 
-    The decoder takes ``input_ids``, or ``inputs_embeds`` and positions in three dimensions, a cache
-    with batch, heads, length and head size, and maybe ``attention_mask`` and ``position_ids``; it
-    returns ``logits`` and the cache. An InputError names the tensor that is otherwise. Settings of
-    the generation config come before those of the config. The file name is that of the decoder in
-    the folder of ``genai_config.json``.
+    The decoder has the inputs ``input_ids``, or ``inputs_embeds`` and positions in three
+    dimensions; a cache with batch, heads, length and head size; and optionally ``attention_mask``
+    and ``position_ids``. It returns ``logits`` and the cache. Settings of the generation config
+    come before those of the config.
+
+    Args:
+        model: The decoder.
+        config: The config of transformers.
+        generation_config: The generation config of transformers, if there is one.
+        filename: The file of the decoder, in the folder of ``genai_config.json``.
+
+    Raises:
+        InputError: The decoder has other inputs or outputs; the error names one.
     """
-    past, present = _caches(model.graph)
+    graph = model.graph
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    inputs = {
-        name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)
+    decoder = _decoder(graph, text, filename)
+    logits = next(value.shape for value in graph.outputs if value.name == "logits")
+    context = _context_length(text)
+    has_embeddings = "inputs_embeds" in decoder["inputs"]
+    parts = _three_files(graph, config) if has_embeddings else {"type": "decoder"}
+    return {
+        "model": {
+            **parts,
+            **_token_ids(config, generation_config),
+            "context_length": context,
+            "vocab_size": _last_size(logits) or _count(text, "vocab_size"),
+            "decoder": decoder,
+        },
+        "search": {
+            **_search(generation_config),
+            "max_length": context,
+            "past_present_share_buffer": shares_cache(graph),
+        },
     }
+
+
+def _decoder(graph: ir.Graph, text: Any, filename: str) -> dict[str, Any]:
+    """The section for the decoder; ``text`` is the config of the text model. Unknown numbers are left out."""
+    past, present = _caches(graph)
+    shapes = {value.name: value.shape for value in graph.inputs}
+    inputs = {name: name for name in _TOKENS if name in shapes}
     heads, hidden_size = _count(text, "num_attention_heads"), _count(text, "hidden_size")
     head_size = past.head_size or _count(text, "head_dim")
     if head_size is None and heads and hidden_size:
         head_size = hidden_size // heads
-    logits = next(value.shape for value in model.graph.outputs if value.name == "logits")
-    vocabulary = (
-        logits[-1] if logits and isinstance(logits[-1], int) else _count(text, "vocab_size")
-    )
-    context = _context_length(text)
+    if "inputs_embeds" in inputs:
+        # With images for several layers (DeepStack), a row is wider than a hidden state.
+        hidden_size = _last_size(shapes["inputs_embeds"]) or hidden_size
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
         "filename": filename,
@@ -260,59 +318,49 @@ def genai_config(
         "num_hidden_layers": len(past.layers),
         "num_key_value_heads": past.heads or _count(text, "num_key_value_heads") or heads,
     }
-    parts: dict[str, Any] = {"type": "decoder"}
-    if "inputs_embeds" in inputs:
-        parts = _three_files(model.graph, config)
-        [rows] = [value.shape for value in model.graph.inputs if value.name == "inputs_embeds"]
-        decoder["hidden_size"] = rows[-1] if rows and isinstance(rows[-1], int) else hidden_size
-    return {
-        "model": {
-            **parts,
-            **_token_ids(config, generation_config),
-            "context_length": context,
-            "vocab_size": vocabulary,
-            "decoder": {key: value for key, value in decoder.items() if value is not None},
-        },
-        "search": {
-            **_search(generation_config),
-            "max_length": context,
-            "past_present_share_buffer": shares_cache(model.graph),
-        },
-    }
+    return {key: value for key, value in decoder.items() if value is not None}
+
+
+def _last_size(shape: ir.Shape | None) -> int | None:
+    """The last size of a shape; None if it is open, or there is no shape."""
+    size = shape[-1] if shape else None
+    return size if isinstance(size, int) else None
 
 
 def shares_cache(graph: ir.Graph) -> bool:
-    """Whether the cache that a decoder takes and the one that it returns can be one buffer, of the longest length.
+    """Whether the cache inputs and outputs of a decoder can be one buffer, allocated for the longest length.
 
-    They can if nothing but ``GroupQueryAttention`` of ONNX Runtime reads and writes them: it is
-    told how much of the buffer is used.
+    They can if only ``GroupQueryAttention`` of ONNX Runtime consumes and produces them: it has an
+    input for the used part of the buffer.
     """
     past, present = _caches(graph)
-    taken, given = past.names(), present.names()
-    places = [
-        (use.node, use.idx) for value in graph.inputs if value.name in taken for use in value.uses()
-    ]
-    read = all(_is_grouped(node) and place in (3, 4) for node, place in places)
-    return read and all(
-        _is_grouped(value.producer()) for value in graph.outputs if value.name in given
-    )
+    past_names, present_names = past.names(), present.names()
+    for value in graph.inputs:
+        if value.name not in past_names:
+            continue
+        for node, position in value.uses():
+            # Inputs 3 and 4 are past_key and past_value.
+            if not _is_grouped(node) or position not in (3, 4):
+                return False
+    results = [value for value in graph.outputs if value.name in present_names]
+    return all(_is_grouped(value.producer()) for value in results)
 
 
 def _is_grouped(node: ir.Node | None) -> bool:
-    return node is not None and (node.domain, node.op_type) == (
-        "com.microsoft",
-        "GroupQueryAttention",
-    )
+    """Whether a node is a GroupQueryAttention."""
+    if node is None:
+        return False
+    return (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention")
 
 
 def _three_files(graph: ir.Graph, config: Any) -> dict[str, Any]:
-    """The type, the tokens and the other files of a model whose decoder takes what ``embed_tokens`` returns."""
+    """The type, the tokens and the other files of a model whose decoder consumes the result of ``embed_tokens``."""
     positions = next((value.shape for value in graph.inputs if value.name == "position_ids"), None)
     tokens = {name: _count(config, name) for name in _IMAGE_TOKENS}
     if positions is None or len(positions) != 3 or tokens["vision_start_token_id"] is None:
         raise InputError(
-            "of models that see images, ONNX Runtime GenAI runs those with position_ids of 3 dimensions (M-RoPE) and a "
-            "vision_start_token_id in their config; leave --genai away"
+            "ONNX Runtime GenAI runs a model for images only with position_ids of 3 dimensions (M-RoPE) and a "
+            "vision_start_token_id in its config; leave --genai away"
         )
     grids = {
         "spatial_merge_size": _count(config, "spatial_merge_size"),
@@ -333,10 +381,10 @@ def _three_files(graph: ir.Graph, config: Any) -> dict[str, Any]:
     return {"type": "qwen2_5_vl", **known, "vision": vision, "embedding": embedding}
 
 
-def _caches(graph: ir.Graph) -> tuple[_Caches, _Caches]:
-    """The cache that a decoder takes, and the one that it returns."""
-    given = [value for value in graph.inputs if not value.is_initializer()]
-    past, present = _cache_among(given), _cache_among(graph.outputs)
+def _caches(graph: ir.Graph) -> tuple[_CacheTensors, _CacheTensors]:
+    """The cache among the inputs of a decoder, and the one among its outputs; `InputError` if GenAI cannot run it."""
+    inputs = [value for value in graph.inputs if not value.is_initializer()]
+    past, present = _cache_among(inputs), _cache_among(graph.outputs)
     if past is None or present is None:
         raise InputError(
             "ONNX Runtime GenAI runs decoders with a key-value cache, and the model "
@@ -346,12 +394,12 @@ def _caches(graph: ir.Graph) -> tuple[_Caches, _Caches]:
         raise InputError(
             f"the model takes a cache of layers {past.layers}, and returns one of layers {present.layers}"
         )
-    names = {str(value.name) for value in given}
-    unknown = sorted(names - past.names() - set(_TOKENS))
-    if unknown or not names & {"input_ids", "inputs_embeds"}:
-        problem = f"gives no input {unknown[0]!r}" if unknown else "needs an input 'input_ids'"
+    others = {str(value.name) for value in inputs} - past.names()
+    unknown = sorted(others - set(_TOKENS))
+    if unknown or others.isdisjoint({"input_ids", "inputs_embeds"}):
+        problem = f"has no input {unknown[0]!r}" if unknown else "needs an input 'input_ids'"
         raise InputError(
-            f"ONNX Runtime GenAI {problem}; the model takes {', '.join(sorted(names - past.names()))}"
+            f"ONNX Runtime GenAI {problem}; the model takes {', '.join(sorted(others))}"
         )
     if all(value.name != "logits" for value in graph.outputs):
         raise InputError(
@@ -361,53 +409,55 @@ def _caches(graph: ir.Graph) -> tuple[_Caches, _Caches]:
 
 
 def _context_length(config: Any) -> int:
+    """The longest context of a model, by its config; a default, with a warning, without one."""
     length = _count(
         config, "max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length"
     )
     if length is None:
         _log.warning(
-            "the config names no longest context; genai_config.json says %d tokens", _UNLIMITED
+            "the config has no longest context; genai_config.json has %d tokens", _UNLIMITED
         )
         return _UNLIMITED
     return length
 
 
 def _token_ids(config: Any, generation_config: Any) -> dict[str, Any]:
-    """The ids of special tokens, as far as they are known; GenAI ends a text at each ``eos_token_id``."""
+    """Ids of special tokens, as far as the configs have them; GenAI ends a text at any ``eos_token_id``."""
     ids: dict[str, list[int]] = {}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         for source in (generation_config, config):
             setting = find(source, name)
-            listed: Any = setting if isinstance(setting, list | tuple) else [setting]
-            known: list[int] = [token for token in listed if is_setting(int, token)]
-            if known:
-                ids.setdefault(name, known)
+            tokens: Any = setting if isinstance(setting, list | tuple) else [setting]
+            valid: list[int] = [token for token in tokens if is_setting(int, token)]
+            if valid:
+                ids.setdefault(name, valid)
     if "eos_token_id" not in ids:
         _log.warning("the configs name no eos_token_id; ONNX Runtime GenAI ends a text at token 0")
     elif "pad_token_id" not in ids:
         ids["pad_token_id"] = ids["eos_token_id"]
-    several = (
-        {"eos_token_id": ids.get("eos_token_id", [])}
-        if len(ids.get("eos_token_id", [])) > 1
-        else {}
-    )
-    return {name: tokens[0] for name, tokens in ids.items()} | several
+    single: dict[str, Any] = {name: tokens[0] for name, tokens in ids.items()}
+    # GenAI accepts a list for this token alone.
+    if len(ids.get("eos_token_id", ())) > 1:
+        single["eos_token_id"] = ids["eos_token_id"]
+    return single
 
 
 def _search(generation_config: Any) -> dict[str, Any]:
-    settings = {name: getattr(generation_config, name, None) for name in _SEARCH}
-    return {
-        name: kind(settings[name]) if is_setting(kind, settings[name]) else usual
-        for name, (kind, usual) in _SEARCH.items()
-    }
+    """GenAI's settings of the search for tokens, from a generation config, if their values are valid."""
+    search = {}
+    for name, (kind, default) in _SEARCH.items():
+        setting = getattr(generation_config, name, None)
+        search[name] = kind(setting) if is_setting(kind, setting) else default
+    return search
 
 
 def _count(config: Any, *names: str) -> int | None:
-    """The first positive number of these settings; configs may come from anywhere and hold anything."""
-    return next(
-        (value for name in names if is_setting(int, value := find(config, name)) and value > 0),
-        None,
-    )
+    """The first positive integer among these settings; values of files are not trusted."""
+    for name in names:
+        value = find(config, name)
+        if is_setting(int, value) and value > 0:
+            return int(value)
+    return None
 
 
 def write_genai(
@@ -415,9 +465,17 @@ def write_genai(
 ) -> tuple[Path, ...]:
     """Write ``genai_config.json``, the configs and the tokenizer into the folder of an exported decoder.
 
-    The model is the one of transformers that was exported; the companions are the folder with its
-    tokenizer and, of a model that sees images, its image processor: `vision_processor`. An
-    InputError names the tensor for which ONNX Runtime GenAI cannot run the decoder.
+    Args:
+        file: The decoder.
+        model: The model of transformers that was exported.
+        companions: The folder with its tokenizer and, for a model for images, its image processor;
+            see `vision_processor`.
+
+    Returns:
+        The written files.
+
+    Raises:
+        InputError: ONNX Runtime GenAI cannot run the decoder; the error names the tensor.
     """
     path = Path(file)
     generation = getattr(model, "generation_config", None)
@@ -439,7 +497,7 @@ def write_genai(
 
 
 def check_genai(folder: Path) -> None:
-    """Refuse a folder with a ``config.json`` and no ``genai_config.json``: files of another model would be replaced."""
+    """Refuse a folder with a ``config.json`` and no ``genai_config.json``: it belongs to another model."""
     config = folder / "config.json"
     if config.exists() and not (folder / GENAI_CONFIG).exists():
         raise FileError(

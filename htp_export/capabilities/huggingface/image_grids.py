@@ -1,9 +1,9 @@
-"""Vision encoders that take images of any size as one sequence of patches, with their grids in ``image_grid_thw``.
+"""Vision encoders for images of any size, as one sequence of patches with their grids in ``image_grid_thw``.
 
-They compute the places of patches from the values of the grids, in loops of Python, or take them as
-arguments (``transformers.vision_utils``). Here tensors alone compute them, for any number of images
-of any size. All patches go through one attention, masked to those of the same sequence (an image, a
-frame or a window).
+Such encoders compute the positions of patches from the values of the grids in Python loops, or
+accept them as arguments (``transformers.vision_utils``). Here, tensor operations compute them, for
+any number of images of any size. One attention runs on all patches, with a mask that selects the
+patches of the same sequence (an image, a frame or a window).
 """
 
 from __future__ import annotations
@@ -21,95 +21,98 @@ if TYPE_CHECKING:
     from torch import nn
 
 GRID = "image_grid_thw"
-"""Images → frames, rows and columns of patches, in a tensor of [images, 3]."""
+"""Frames, rows and columns of patches of each image, in a tensor of [images, 3]."""
 
 
 def encoder_of_grids(model: nn.Module) -> Any:
-    """The module that takes patches and ``grid_thw``; None if there is none."""
-    return next(
-        (module for module in model.modules() if "grid_thw" in named_parameters(module)), None
-    )
+    """The module with an argument ``grid_thw``; None if there is none."""
+    for module in model.modules():
+        if "grid_thw" in named_parameters(module):
+            return module
+    return None
 
 
 def example_images(encoder: Any, count: int, generator: torch.Generator) -> dict[str, Any]:
-    """Patches of some images, and their grids: as many patches in each image, in other shapes, and no full windows."""
+    """Patches and grids of example images.
+
+    All images have the same number of patches, but alternate between two shapes, whose last windows
+    are not full: no size of one image is a constant of the graph.
+    """
     import torch
 
     merge, window = _merge_size(encoder), _window(encoder) or 1
     sizes = [merge * (window + 1), merge * (window + 2)]
-    grid = torch.tensor(
-        [[1, *(sizes if image % 2 == 0 else sizes[::-1])] for image in range(count)]
-    )
+    grids = [[1, *(sizes if image % 2 == 0 else sizes[::-1])] for image in range(count)]
+    grid = torch.tensor(grids)
     channels = find(encoder.config, "in_channels", "in_chans", "num_channels") or 3
-    size, frames = (
-        find(encoder.config, "patch_size"),
-        find(encoder.config, "temporal_patch_size") or 1,
-    )
-    patches = torch.randn(
-        int(grid.prod(-1).sum()), channels * frames * size * size, generator=generator
-    )
+    size = find(encoder.config, "patch_size")
+    frames = find(encoder.config, "temporal_patch_size") or 1
+    shape = (int(grid.prod(-1).sum()), channels * frames * size * size)
+    patches = torch.randn(shape, generator=generator)
     return {"pixel_values": patches.to(encoder.dtype), GRID: grid}
 
 
-def in_place_of_loops(encoder: Any, grid: torch.Tensor, patches: int) -> dict[str, torch.Tensor]:
-    """What the encoder computes from the values of the grids, under the names of ``transformers.vision_utils``.
+def grid_tensors(encoder: Any, grid: torch.Tensor, patches: int) -> dict[str, torch.Tensor]:
+    """Compute the arguments that the encoder otherwise computes from the values of the grids.
 
-    In ``cu_seqlens`` and ``cu_window_seqlens`` are not the ends of the sequences, but the number of
-    the sequence of each patch; see `attending_by_sequence`. The number of patches is that of all
-    images.
+    The names are from ``transformers.vision_utils``. ``cu_seqlens`` and ``cu_window_seqlens``
+    do not contain the ends of sequences, but the number of each patch's sequence; see
+    `attending_by_sequence`. ``patches`` is the number of patches of all images.
     """
     import torch
 
     merge = _merge_size(encoder)
     counts = grid.prod(-1)
     ends = counts.cumsum(0)
-    place = torch.arange(patches, device=grid.device)
-    image = (place[:, None] >= ends[None, :]).sum(1)
-    (_, height, width), start = grid[image].unbind(-1), (ends - counts)[image]
-    frame, within = (place - start) // (height * width), (place - start) % (height * width)
+    # For each patch: its index, its image, the grid and the first patch of the image.
+    index = torch.arange(patches, device=grid.device)
+    image = (index[:, None] >= ends[None, :]).sum(1)
+    _, height, width = grid[image].unbind(-1)
+    start = (ends - counts)[image]
+    frame, within = (index - start) // (height * width), (index - start) % (height * width)
     # Patches are ordered by blocks of merge by merge, which are merged.
     block, inner = within // merge**2, within % merge**2
     block_row, block_column = block // (width // merge), block % (width // merge)
     row, column = block_row * merge + inner // merge, block_column * merge + inner % merge
-    # of the patches of the same frame: a number of the frame
+    # The first patch of the same frame is the number of the frame.
     first = start + frame * height * width
     merges_frames = getattr(encoder, "merge_temporal", False)
-    made = {
+    has_time = getattr(encoder, "include_temporal", False)
+    tensors = {
         "cu_seqlens": start if merges_frames else first,
-        "position_ids": torch.stack([row, column], -1),
+        "position_ids": torch.stack([frame, row, column] if has_time else [row, column], -1),
     }
-    if getattr(encoder, "include_temporal", False):
-        made["position_ids"] = torch.stack([frame, row, column], -1)
     window = _window(encoder)
     if window is not None:
         across = (width // merge + window - 1) // window
-        # smaller than that of the next frame
+        # Unique: a frame has no more windows than patches, so that its numbers end before those of
+        # the next frame begin.
         number = first + (block_row // window) * across + block_column // window
-        order = torch.argsort((number * patches + place)[:: merge**2])
-        made["window_index"] = order
-        made["cu_window_seqlens"] = number[:: merge**2][order].repeat_interleave(merge**2)
+        order = torch.argsort((number * patches + index)[:: merge**2])
+        tensors["window_index"] = order
+        tensors["cu_window_seqlens"] = number[:: merge**2][order].repeat_interleave(merge**2)
     side = getattr(encoder, "num_grid_per_side", None)
     if side is not None:
-        made |= _interpolation(encoder, side, (row, height), (column, width))
-    return made
+        tensors |= _interpolation(encoder, side, (row, height), (column, width))
+    return tensors
 
 
 def _interpolation(
     encoder: Any, side: int, *axes: tuple[torch.Tensor, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Which rows of a square of learned positions make that of a patch, and their weights."""
+    """Rows of a square of learned positions from which each patch's position is interpolated, and their weights."""
     import torch
     from transformers import vision_utils
 
     mode = getattr(encoder, "interpolation_mode", None) or "bilinear"
     corners = getattr(encoder, "interpolation_align_corners", None) is True
     padding = getattr(encoder, "interpolation_padding", None) or "border"
-    of_axis = vision_utils._interpolation_axis_taps_weights
-    (rows, by_row), (columns, by_column) = (
-        of_axis(*axis, side, mode, corners, padding) for axis in axes
+    taps_and_weights = vision_utils._interpolation_axis_taps_weights
+    (rows, row_weights), (columns, column_weights) = (
+        taps_and_weights(*axis, side, mode, corners, padding) for axis in axes
     )
     indices = rows[:, :, None] * side + columns[:, None, :]
-    weights = by_row[:, :, None] * by_column[:, None, :]
+    weights = row_weights[:, :, None] * column_weights[:, None, :]
     return {
         "interp_indices": torch.flatten(indices, 1),
         "interp_weights": torch.flatten(weights, 1),
@@ -118,53 +121,54 @@ def _interpolation(
 
 @contextlib.contextmanager
 def attending_by_sequence(encoder: nn.Module) -> Iterator[None]:
-    """Let the attention of an encoder see the patches of one sequence alone, as long as a ``with`` block runs.
+    """Inside the block, mask the attention of an encoder to the patches of the same sequence.
 
-    Its modules are given the number of the sequence of each patch as ``cu_seqlens``. They are
-    called with one sequence of all patches; ``scaled_dot_product_attention`` gets the mask.
+    The encoder passes the number of each patch's sequence to its modules as ``cu_seqlens``. A hook
+    replaces it by the ends of one sequence of all patches, and ``scaled_dot_product_attention`` is
+    called with a mask.
     """
     import torch
     from torch.overrides import TorchFunctionMode
 
-    # numbers of sequences, and their mask; the last is in use
+    # Sequence numbers and their mask, in the order of use: the last mask applies.
     masks: list[tuple[torch.Tensor, torch.Tensor]] = []
-    ends: list[torch.Tensor] = []  # of one sequence of all patches
+    whole_sequence: list[torch.Tensor] = []  # `cu_seqlens` of all patches, created once
 
-    def give_all(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replace_ends(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         numbers = kwargs.get("cu_seqlens")
-        if numbers is None or any(numbers is known for known in ends):
+        # A module inside another one gets the replaced argument.
+        if numbers is None or any(numbers is ends for ends in whole_sequence):
             return None
-        made = next((mask for known, mask in masks if known is numbers), None)
-        masks.append((numbers, numbers[:, None] == numbers[None, :] if made is None else made))
-        ends[:] = ends or [torch.arange(2, device=numbers.device) * numbers.shape[0]]
-        return args, {**kwargs, "cu_seqlens": ends[0]}
+        same = [mask for earlier, mask in masks if earlier is numbers]
+        mask = same[0] if same else numbers[:, None] == numbers[None, :]
+        masks.append((numbers, mask))
+        if not whole_sequence:
+            whole_sequence.append(torch.arange(2, device=numbers.device) * numbers.shape[0])
+        return args, {**kwargs, "cu_seqlens": whole_sequence[0]}
 
     class Masked(TorchFunctionMode):
         def __torch_function__(
             self, function: Any, _: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            kwargs = kwargs or {}
-            # By name: transformers' exporters replace the function itself.
+            kwargs = dict(kwargs or {})
+            # By name, because transformers' exporters replace the function itself.
             if masks and getattr(function, "__name__", "") == "scaled_dot_product_attention":
-                args, kwargs = (
-                    (*args[:3], masks[-1][1], *args[4:]),
-                    {k: v for k, v in kwargs.items() if k != "attn_mask"},
-                )
+                kwargs.pop("attn_mask", None)
+                args = (*args[:3], masks[-1][1], *args[4:])
             return function(*args, **kwargs)
 
     def make(changes: Changes) -> None:
         for module in encoder.modules():
             if module is not encoder:
-                changes.will_undo(
-                    module.register_forward_pre_hook(give_all, with_kwargs=True).remove
-                )
+                handle = module.register_forward_pre_hook(replace_ends, with_kwargs=True)
+                changes.will_undo(handle.remove)
 
     with restored(make), Masked():
         yield
 
 
 def _merge_size(encoder: nn.Module) -> int:
-    """Rows and columns of patches that make one token."""
+    """Rows and columns of patches that are merged into one token."""
     return _setting(encoder, "spatial_merge_size") or 1
 
 
@@ -175,12 +179,9 @@ def _window(encoder: nn.Module) -> int | None:
 
 
 def _setting(encoder: nn.Module, name: str) -> int | None:
-    """A number that a module of the encoder has, as transformers' exporters find it."""
-    return next(
-        (
-            value
-            for module in encoder.modules()
-            if isinstance(value := getattr(module, name, None), int)
-        ),
-        None,
-    )
+    """The first integer attribute of this name in the encoder's modules, as transformers' exporters find it."""
+    for module in encoder.modules():
+        value = getattr(module, name, None)
+        if isinstance(value, int):
+            return value
+    return None

@@ -1,9 +1,10 @@
-"""The files of a model that puts what it sees in images in the places of tokens: LLaVA and its kin.
+"""The files of a model that replaces image tokens by features of a vision encoder, such as LLaVA.
 
-In transformers.js, a program puts the rows of ``vision_encoder`` in the places of their tokens in
-those of ``embed_tokens``; for ONNX Runtime GenAI, ``embed_tokens`` does it. If a model adds images
-to later layers, too (DeepStack), the row of an image token is the rows of all these layers, one
-behind the other; other tokens have zeros.
+The features of ``vision_encoder`` replace the embeddings of image tokens, which ``embed_tokens``
+computes. In transformers.js, its own code replaces them; for ONNX Runtime GenAI, ``embed_tokens``
+does. If a model also adds image features to later layers (DeepStack), the embedding of an image
+token is the concatenation of the features for all these layers; for other tokens, it is padded with
+zeros.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from htp_export.capabilities.huggingface.image_grids import (
     attending_by_sequence,
     encoder_of_grids,
     example_images,
-    in_place_of_loops,
+    grid_tensors,
 )
 from htp_export.capabilities.huggingface.inputs import example_inputs, named_parameters
 from htp_export.capabilities.huggingface.tasks import Axes
@@ -46,21 +47,24 @@ if TYPE_CHECKING:
 _TOKENS: Axes = {0: "batch_size", 1: "sequence_length"}
 _EMBEDDED: dict[str, Axes] = {"inputs_embeds": _TOKENS}
 _IN_TRANSFORMERS_JS = {"qwen2_vl": {GRID: "grid_thw"}}
-"""Model type → the names of inputs that its class in transformers.js alone has (``image_grid_thw_name``)."""
-_SEEN: dict[str, Axes] = {"image_features": {0: "num_image_tokens"}}
+"""Model type → input → its name in the class of transformers.js (``image_grid_thw_name``)."""
+_FEATURES: dict[str, Axes] = {"image_features": {0: "num_image_tokens"}}
 
 
 class ImagesAndText(Calls):
-    """The calls of the files of a model that puts images in the places of tokens."""
+    """The calls of the files of a model that replaces image tokens by image features."""
 
     def calls(self, embeds_images: bool = False) -> dict[str, ExampleCall]:
-        """The calls of all files; an InputError if images are not put in the places of tokens, or do more than that.
+        """The calls of all files.
 
-        With ``embeds_images``, ``embed_tokens`` takes ``image_features``, and puts them in their
-        places.
+        With ``embeds_images``, ``embed_tokens`` has the input ``image_features``, and replaces the
+        embeddings of image tokens by them.
+
+        Raises:
+            InputError: The model does not replace image tokens, or uses images in other ways, too.
         """
         if self._token is None or not hasattr(self.model, "get_image_features"):
-            raise self.refused("does not put images in the places of tokens")
+            raise self.refused("does not replace tokens by images")
         if "inputs_embeds" not in named_parameters(self.model):
             raise self.refused("takes no inputs_embeds")
         try:
@@ -68,83 +72,82 @@ class ImagesAndText(Calls):
             agrees = self._agrees(runs)
         except InputError:
             raise
-        except Exception as error:  # whatever a model raises that wants other images
+        except Exception as error:  # from a model that requires other images
             problem = (
                 f"cannot be called with images as its config describes them ({described(error)})"
             )
             raise self.refused(problem) from error
         if not agrees:
-            raise self.refused("does more with images than to put them in the places of tokens")
+            raise self.refused("does more with images than to replace tokens by them")
         embed = {"input_ids": self._whole["input_ids"]}
         if embeds_images:
             embed["image_features"] = self._features
+        embed_axes = {**_EMBEDDED, **_FEATURES}
+        decoder_axes = {**DECODER, **_EMBEDDED, **self._position_axes}
         return {
             "vision_encoder": self._vision_encoder({} if embeds_images else _IN_TRANSFORMERS_JS),
-            "embed_tokens": self.call(
-                {"embed": embed}, adapt=self._embed, axes={**_EMBEDDED, **_SEEN}
-            ),
-            "decoder_model_merged": self.call(
-                runs, adapt=self._later, axes={**DECODER, **_EMBEDDED, **self._positions}
-            ),
+            "embed_tokens": self.call({"embed": embed}, adapt=self._embed, axes=embed_axes),
+            "decoder_model_merged": self.call(runs, adapt=self._decoder_adapt, axes=decoder_axes),
         }
 
     @property
     def _token(self) -> Any:
+        """The id of image tokens; None if the config has none."""
         return find(self.model.config, "image_token_id", "image_token_index")
 
     @cached_property
     def _encoder(self) -> Any:
-        """The module that takes patches and their grids; None for images of one size."""
+        """The module whose inputs are patches and their grids; None for images of one size."""
         takes_grids = GRID in inspect.signature(self.model.get_image_features).parameters
         return encoder_of_grids(self.model) if takes_grids else None
 
     @property
-    def _positions(self) -> dict[str, Axes]:
-        """The axes of positions in time, height and width (M-RoPE)."""
-        has_three = (
-            self._whole["position_ids"].dim() == 3 if "position_ids" in self._whole else False
-        )
-        return {"position_ids": {1: "batch_size", 2: "sequence_length"}} if has_three else {}
+    def _position_axes(self) -> dict[str, Axes]:
+        """The axes of positions in time, height and width (M-RoPE); empty for other positions."""
+        positions = self._whole.get("position_ids")
+        if positions is None or positions.dim() != 3:
+            return {}
+        return {"position_ids": {1: "batch_size", 2: "sequence_length"}}
 
     def _vision_encoder(self, names: Mapping[str, Mapping[str, str]]) -> ExampleCall:
+        """The call of ``vision_encoder``; ``names``: model type → input → name in the file."""
         axes: dict[str, Axes] = {name: {0: "num_images"} for name in self._images}
-        if self._images["pixel_values"].dim() == 4:
-            axes["pixel_values"] = {0: "num_images", 1: "num_channels", 2: "height", 3: "width"}
         if self._encoder is not None:
             axes["pixel_values"] = {0: "num_patches"}
-        together = self._sees_images_together()
-        if self._encoder is not None and not together:
+        elif self._images["pixel_values"].dim() == 4:
+            axes["pixel_values"] = {0: "num_images", 1: "num_channels", 2: "height", 3: "width"}
+        in_one_batch = self._is_same_in_one_batch()
+        if self._encoder is not None and not in_one_batch:
             raise self.refused(
-                f"finds other things in images where {GRID} is not constant; try --attention sdpa"
+                f"computes other features if {GRID} is not constant; try --attention sdpa"
             )
-        see = self._see_together if together else self._see
-        call = self.call({"encode": self._images}, adapt=see, axes={**axes, **_SEEN})
+        encode = self._encode_in_one_batch if in_one_batch else self._encode
+        call = self.call({"encode": self._images}, adapt=encode, axes={**axes, **_FEATURES})
         name_of = names.get(self.model.config.model_type, {})
-        inputs = tuple(name_of.get(name, name) for name in call.input_names)
         return replace(
             call,
-            input_names=inputs,
+            input_names=tuple(name_of.get(name, name) for name in call.input_names),
             axes={name_of.get(name, name): dims for name, dims in call.axes.items()},
         )
 
-    def _sees_images_together(self) -> bool:
-        """Whether the model finds the same in images that it does not take apart: their number can then vary."""
+    def _is_same_in_one_batch(self) -> bool:
+        """Whether the features are the same without splitting the batch of images: their number can then vary."""
         import torch
 
         try:
-            with adapted(self.model, self._see_together, self._images):
-                together = run(self.model, self._images)["image_features"]
-        except Exception:  # whatever a model raises that needs its images one by one
+            with adapted(self.model, self._encode_in_one_batch, self._images):
+                features = run(self.model, self._images)["image_features"]
+        except Exception:  # from a model that requires separate images
             return False
-        # of a mask in attention
-        rounding = 0.0 if self._encoder is None else torch.finfo(together.dtype).eps ** 0.5
-        allowed = rounding * float(self._features.abs().max())
-        return together.shape == self._features.shape and torch.allclose(
-            together, self._features, rtol=0, atol=allowed
-        )
+        # The attention of encoders with grids is masked then, and rounds in another way.
+        rounding = 0.0 if self._encoder is None else torch.finfo(features.dtype).eps ** 0.5
+        tolerance = rounding * float(self._features.abs().max())
+        if features.shape != self._features.shape:
+            return False
+        return torch.allclose(features, self._features, rtol=0, atol=tolerance)
 
-    def _see(self, _: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-        """What ``vision_encoder`` computes: a row for each token of an image, image after image."""
+    def _encode(self, _: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        """The computation of ``vision_encoder``: one row of features for each image token, image after image."""
         import torch
 
         returned = self.model.get_image_features(**arguments)
@@ -155,148 +158,154 @@ class ImagesAndText(Calls):
             layers.append(torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]))
         return {"image_features": torch.cat(layers, -1) if len(layers) > 1 else layers[0]}
 
-    def _see_together(
+    def _encode_in_one_batch(
         self, forward: Callable[..., Any], arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """The same, with the images in one tensor."""
+        """Like `_encode`, with all images in one tensor that is never split."""
         pixels, grid = arguments["pixel_values"], arguments.get(GRID)
         if self._encoder is None or grid is None:
             with _undivided(pixels.shape[0]):
-                return self._see(forward, arguments)
+                return self._encode(forward, arguments)
         with _undivided(grid.shape[0]), attending_by_sequence(self._encoder):
-            places = in_place_of_loops(self._encoder, grid, pixels.shape[0])
-            return self._see(forward, {**arguments, **places})
+            positions = grid_tensors(self._encoder, grid, pixels.shape[0])
+            return self._encode(forward, {**arguments, **positions})
 
     @cached_property
     def _images(self) -> dict[str, Any]:
-        """What the model wants to know of an image for each text."""
+        """Example arguments for the images, one image for each text."""
         import torch
 
         if self._encoder is not None:
             generator = torch.Generator().manual_seed(self.seed)
             return example_images(self._encoder, self.sizes["batch_size"], generator)
-        named = type(type(self.model).__name__, (SimpleNamespace,), {})  # for messages
-        see, config, dtype = self.model.get_image_features, self.model.config, self.model.dtype
-        seeing: Any = named(config=config, forward=see, main_input_name="pixel_values", dtype=dtype)
+        # An object with the model's name, for messages, whose forward are its image features.
+        stand_in_class = type(type(self.model).__name__, (SimpleNamespace,), {})
+        stand_in: Any = stand_in_class(
+            config=self.model.config,
+            forward=self.model.get_image_features,
+            main_input_name="pixel_values",
+            dtype=self.model.dtype,
+        )
         return example_inputs(
-            seeing, batch=self.sizes["batch_size"], seed=self.seed, processor=self.processor
+            stand_in, batch=self.sizes["batch_size"], seed=self.seed, processor=self.processor
         )
 
     @cached_property
     def _features(self) -> torch.Tensor:
-        """What the model sees in the images."""
-        with adapted(self.model, self._see, self._images):
+        """The features of the example images."""
+        with adapted(self.model, self._encode, self._images):
             features: torch.Tensor = run(self.model, self._images)["image_features"]
         return features
 
     @cached_property
     def _whole(self) -> dict[str, Any]:
-        """Tokens, among which are those of an image in each text, their mask and their positions."""
+        """All tokens of the example, with the tokens of an image in each text, their mask and positions."""
         image = self._features.shape[0] // self.sizes["batch_size"]
-        whole = self.tokens(
-            self.sizes["past_sequence_length"] + image + self.sizes["sequence_length"]
-        )
+        length = self.sizes["past_sequence_length"] + image + self.sizes["sequence_length"]
+        whole = self.tokens(length)
+        # Text stands before and after the image.
         whole["input_ids"][:, 2 : 2 + image] = self._token
-        places = [module for module in self.model.modules() if hasattr(module, "get_rope_index")]
-        if places and "position_ids" in whole:
-            taken = inspect.signature(places[-1].get_rope_index).parameters
-            given = {
+        owners = [module for module in self.model.modules() if hasattr(module, "get_rope_index")]
+        if owners and "position_ids" in whole:
+            get_rope_index = owners[-1].get_rope_index
+            arguments = {
                 **whole,
                 **self._images,
                 "mm_token_type_ids": (whole["input_ids"] == self._token).int(),
             }
-            whole["position_ids"], _ = places[-1].get_rope_index(
-                **{k: v for k, v in given.items() if k in taken}
-            )
+            accepted = inspect.signature(get_rope_index).parameters
+            arguments = {name: value for name, value in arguments.items() if name in accepted}
+            whole["position_ids"], _ = get_rope_index(**arguments)
         return whole
 
     @property
     def _layers(self) -> int:
-        """How many layers of the decoder the model adds images to."""
-        return int(self._features.shape[-1]) // int(
-            self.model.get_input_embeddings().weight.shape[-1]
-        )
+        """The number of decoder layers that image features are added to; 1 without DeepStack."""
+        embedding_size = int(self.model.get_input_embeddings().weight.shape[-1])
+        return int(self._features.shape[-1]) // embedding_size
 
     def _embed(self, _: Callable[..., Any] | None, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What ``embed_tokens`` computes; a token of images that is in no vocabulary has the row of the first token."""
+        """The computation of ``embed_tokens``."""
         import torch
 
         embeddings, ids = self.model.get_input_embeddings(), arguments["input_ids"]
-        known = (
-            torch.where(ids == self._token, 0, ids)
-            if self._token >= embeddings.weight.shape[0]
-            else ids
-        )
-        rows: torch.Tensor = embeddings(known)
+        embedded = ids
+        # An image token outside of the vocabulary has no embedding: use that of the first token.
+        if self._token >= embeddings.weight.shape[0]:
+            embedded = torch.where(ids == self._token, 0, ids)
+        rows: torch.Tensor = embeddings(embedded)
         if self._layers > 1:
             rows = torch.nn.functional.pad(rows, (0, (self._layers - 1) * rows.shape[-1]))
         features = arguments.get("image_features")
         if features is not None:
             is_image = ids == self._token
-            place = is_image.flatten().cumsum(0).reshape(ids.shape).sub(1).clamp(min=0)
-            # never empty
-            seen = torch.cat([features.to(rows.dtype), torch.zeros_like(rows[0, :1])])
-            rows = torch.where(is_image[..., None], seen[place], rows)
+            index = is_image.flatten().cumsum(0).reshape(ids.shape).sub(1).clamp(min=0)
+            # A row of zeros, because without images there are no features to select from.
+            features = torch.cat([features.to(rows.dtype), torch.zeros_like(rows[0, :1])])
+            rows = torch.where(is_image[..., None], features[index], rows)
         return {"inputs_embeds": rows}
 
     def _decode(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """What the decoder computes from rows for several layers."""
+        """The computation of the decoder on concatenated features for several layers."""
         import torch
 
         rows = arguments["inputs_embeds"]
         first, *later = rows.split(rows.shape[-1] // self._layers, -1)
-        given = {
+        # All rows of all texts: the features of other tokens are zeros.
+        deepstack = {
             "visual_pos_masks": torch.arange(rows.shape[0], device=rows.device),
             "deepstack_visual_embeds": later,
         }
         [decoder] = [
-            module for module in self.model.modules() if set(given) <= set(named_parameters(module))
+            module
+            for module in self.model.modules()
+            if deepstack.keys() <= named_parameters(module).keys()
         ]
 
         def add(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return args, {**kwargs, **given}
+            return args, {**kwargs, **deepstack}
 
         hook = functools.partial(decoder.register_forward_pre_hook, add, with_kwargs=True)
         with restored(lambda changes: changes.will_undo(hook().remove)):
             return forward(**{**arguments, "inputs_embeds": first})
 
     def _decoder_runs(self) -> dict[str, dict[str, Any]]:
-        """The tokens as a program gives them to the decoder: with the images in their places."""
+        """The runs of the decoder on embeddings, with the image features in them."""
         whole = dict(self._whole)
         ids = whole.pop("input_ids")
-        given = {"input_ids": ids, "image_features": self._features}
-        embedded: torch.Tensor = self._embed(None, given)["inputs_embeds"]
+        arguments = {"input_ids": ids, "image_features": self._features}
+        embedded: torch.Tensor = self._embed(None, arguments)["inputs_embeds"]
+        whole["inputs_embeds"] = embedded.detach().clone()
         split = ids.shape[1] - self.sizes["sequence_length"]
         with self._decoding():
-            return self.prefill_and_decode(
-                {**whole, "inputs_embeds": embedded.detach().clone()}, split
-            )
+            return self.prefill_and_decode(whole, split)
 
     def _decoding(self) -> contextlib.AbstractContextManager[None]:
-        """The model as ``decoder_model_merged`` runs it."""
+        """Inside the block, the model has the arguments of ``decoder_model_merged``."""
         names = dict.fromkeys(named_parameters(self.model))
-        return adapted(self.model, self._later, names)
+        return adapted(self.model, self._decoder_adapt, names)
 
     @property
-    def _later(self) -> Adapt | None:
+    def _decoder_adapt(self) -> Adapt | None:
+        """The adapter of the decoder; None if image features are for the first layer alone."""
         return self._decode if self._layers > 1 else None
 
     def _agrees(self, runs: Mapping[str, dict[str, Any]]) -> bool:
-        """Whether the files compute together what the model does."""
+        """Whether the files together compute the logits of the model."""
         import torch
 
-        wanted = run(self.model, {**self._whole, **self._images}).logits
+        expected = run(self.model, {**self._whole, **self._images}).logits
         with self._decoding():
             logits = [run(self.model, copy.deepcopy(kwargs)).logits for kwargs in runs.values()]
-        return is_same(torch.cat(logits, 1), wanted)
+        return is_same(torch.cat(logits, 1), expected)
 
 
 class _All(int):
-    """The size of the one piece of a tensor that is not divided."""
+    """The size of the only piece of a tensor that is not divided."""
 
 
 def _undivided(images: Any) -> contextlib.AbstractContextManager[Any]:
-    """Leave tensors of this many images whole where a model asks for a list of them, whose length a trace would fix."""
+    """Inside the block, do not split tensors of ``images`` images into lists, whose length a trace would fix."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -304,29 +313,33 @@ def _undivided(images: Any) -> contextlib.AbstractContextManager[Any]:
         def __torch_function__(
             self, function: Any, _: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            # transformers' exporters replace the functions themselves
+            # By name, because transformers' exporters replace the functions themselves.
             name = getattr(function, "__name__", "")
-            if (
-                name == "split"
-                and isinstance(args[1], list)
-                and any(isinstance(size, _All) for size in args[1])
-            ):
+            if name == "split" and _is_undivided(args[1]):
                 return (args[0],)
-            # Sizes are compared as text: comparing symbols would make one of them a constant.
-            is_list = (
-                name in lists
-                and args[1:] in ((), (0,))
-                and not kwargs
-                and isinstance(args[0], torch.Tensor)
-            )
-            if is_list and args[0].dim() and str(args[0].shape[0]) == str(images):
-                return lists[name](args[0])
+            # In the first dimension: other arguments name another one.
+            is_splitting = name in whole and args[1:] in ((), (0,)) and not kwargs
+            if is_splitting and self._has_images(args[0]):
+                return whole[name](args[0])
             return function(*args, **(kwargs or {}))
 
-    lists: dict[str, Callable[[torch.Tensor], Any]] = {
+        def _has_images(self, tensor: Any) -> bool:
+            """Whether the first size of a tensor is the number of images."""
+            if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+                return False
+            # As text: a comparison of symbols would make one of them a constant.
+            return str(tensor.shape[0]) == str(images)
+
+    # Function that splits a tensor → its result for a tensor in one piece.
+    whole: dict[str, Callable[[torch.Tensor], Any]] = {
         "unbind": lambda tensor: (tensor,),
         "__len__": lambda _: 1,
         "item": lambda _: _All(),
         "tolist": lambda _: [_All()],
     }
     return Undivided()
+
+
+def _is_undivided(sizes: Any) -> bool:
+    """Whether sizes of pieces come from a tensor that was not divided."""
+    return isinstance(sizes, list) and any(isinstance(size, _All) for size in sizes)

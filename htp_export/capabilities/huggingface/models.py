@@ -1,4 +1,4 @@
-"""A transformers model from what a user names: hub id, local folder, or model type."""
+"""Load a transformers model by hub id, local folder, or model type."""
 
 from __future__ import annotations
 
@@ -48,32 +48,33 @@ def load_model(
     seed: int = 0,
     stream_weights: bool = False,
 ) -> nn.Module:
-    """A transformers model in eval mode; it uses a key/value cache only if the task ends in ``-with-past``.
+    """Load a transformers model in eval mode; it uses a key-value cache only if the task ends in ``-with-past``.
 
     Args:
         source: A local folder with a ``config.json``, a model type (``"bert"``), or a hub id
-            (``"owner/name"``); looked for in this order.
-        task: What the model is for, named as in transformers' pipelines: ``"fill-mask"``; for
-            models that generate, also with a cache: ``"text-generation-with-past"``. Without it, a
-            model type gives the base model, and anything else the class that its config names under
-            ``architectures``; with ``"auto"`` too, and if that class generates, it uses a cache.
-        random_weights: Build the model from its config alone. Its parameters are spread apart, see
-            ``spread_parameters``.
+            (``"owner/name"``); searched in this order.
+        task: The task, by its name in transformers' pipelines: ``"fill-mask"``; for models that
+            generate, also with a cache: ``"text-generation-with-past"``. The default for a model
+            type is the base model, otherwise the class that the config names under
+            ``architectures``. With ``"auto"``, the class is the same, and uses a cache if it
+            generates.
+        random_weights: Build the model from its config alone. Random noise is added to its
+            parameters, see ``spread_parameters``.
         overrides: Config key → value; dots lead into sub-configs:
             ``{"text_config.num_hidden_layers": 2}``.
-        dtype: Of the weights, ``"float16"``, ``"fp16"`` or ``torch.float16``. Without it, as in the
-            checkpoint, or float32.
+        dtype: The dtype of the weights, ``"float16"``, ``"fp16"`` or ``torch.float16``. The default
+            is that of the checkpoint, or float32.
         revision: Branch, tag or commit on the hub.
-        trust_remote_code: Run the Python code that comes with the model.
-        attn_implementation: ``"eager"``, ``"sdpa"``; transformers' own choice where it is None.
-        seed: Of the random weights. Torch's own generator is left as it was.
-        stream_weights: Leave the weights in their safetensors files until they are used; what has
-            to be converted is in a temporary file. All weights have to be there.
+        trust_remote_code: Run the Python code in the model's repository.
+        attn_implementation: ``"eager"``, ``"sdpa"``; None for transformers' own choice.
+        seed: Seed of the random weights. Torch's own generator is not changed.
+        stream_weights: Keep the weights in their safetensors files until they are used, and
+            converted weights in a temporary file. The files have to contain all weights.
 
     Raises:
-        ModelSourceError: If there is no such model, or it cannot be built as asked.
-        FileError: With ``stream_weights``, if there are no safetensors files, or they are not those
-            of the model.
+        ModelSourceError: If there is no such model, or it cannot be built with these arguments.
+        FileError: With ``stream_weights``, if there are no safetensors files, or they do not fit
+            the model.
 
     Examples:
         >>> model = load_model("bert", random_weights=True, overrides={"num_hidden_layers": 1, "hidden_size": 24})
@@ -88,7 +89,7 @@ def load_model(
 def load(
     source: Source, task: str | None, options: Mapping[str, Any], *, seed: int, stream_weights: bool
 ) -> tuple[nn.Module, Checkpoint | None]:
-    """As `load_model`; with the files in which the weights stay, if they do."""
+    """Like `load_model`; also return the files of streamed weights, None without ``stream_weights``."""
     config = source.config()
     packed = packed_source(source, config)
     has_cache = generates(config) if task == AUTO else split_task(task)[1]
@@ -113,7 +114,7 @@ def load(
 
 
 def packed_source(source: Source, config: Any = None) -> Path | None:
-    """The folder of a checkpoint that is quantized in a way that is read here; None for others and random weights."""
+    """The folder or file of a checkpoint with a supported quantization; None for others and for random weights."""
     if source.random_weights or not source.has_files:
         return None
     if is_gguf(source.name):
@@ -125,15 +126,15 @@ def packed_source(source: Source, config: Any = None) -> Path | None:
 
 
 def _build(model_class: Any, config: Any, **options: Any) -> Any:
-    return (getattr(model_class, "from_config", None) or model_class._from_config)(
-        config, **options
-    )
+    """Build a model with random weights; Auto classes have ``from_config``, others ``_from_config``."""
+    from_config = getattr(model_class, "from_config", None) or model_class._from_config
+    return from_config(config, **options)
 
 
 def _dequantized(
     source: Source, model_class: Any, config: Any, options: Mapping[str, Any], packed: Any
 ) -> Any:
-    """A model with the numbers of a quantized checkpoint in float32, or the dtype that was asked for."""
+    """Load a model with the dequantized weights of a checkpoint, in float32 or the requested dtype."""
     import torch
 
     if hasattr(config, "quantization_config"):
@@ -142,28 +143,28 @@ def _dequantized(
     settings = {"dtype": torch.float32, **options, "config": config, "output_loading_info": True}
     try:
         with torch.device("meta"):
-            # classes of AutoModel take no weights that are in memory
-            found = type(_build(model_class, config))
-        model, loading = found.from_pretrained(None, state_dict=state, **settings)
-    except Exception as error:  # transformers raises dozens of kinds, some of them bare
+            # Auto classes do not accept a state_dict: find the class that they select.
+            own_class = type(_build(model_class, config))
+        model, loading = own_class.from_pretrained(None, state_dict=state, **settings)
+    except Exception as error:  # transformers raises errors of dozens of types, some without a text
         raise ModelSourceError(
             source.name, f"the weights cannot be loaded: {described(error, lines=2)}"
         ) from error
-    unplaced = set(loading["unexpected_keys"]) & set(packed.layers)
-    for problem, names in (
-        ("checkpoint lacks", loading["missing_keys"]),
-        ("model has no place for", unplaced),
-    ):
-        if names:
-            raise ModelSourceError(source.name, f"the {problem} {min(names)!r}")
+    if loading["missing_keys"]:
+        raise ModelSourceError(
+            source.name, f"the checkpoint lacks {min(loading['missing_keys'])!r}"
+        )
+    unexpected = set(loading["unexpected_keys"]) & set(packed.layers)
+    if unexpected:
+        raise ModelSourceError(source.name, f"the model has no parameter {min(unexpected)!r}")
     return model
 
 
 def spread_parameters(model: nn.Module, generator: torch.Generator, scale: float = 0.02) -> None:
-    """Give every parameter and running statistic values of its own, as training would, in place.
+    """Make the values of every parameter and running statistic different, as training would, in place.
 
-    Freshly built models are full of equal tensors (zeros, ones), which exporters merge. The scale
-    is the standard deviation of what is added to parameters.
+    Newly built models contain many equal tensors (zeros, ones), which exporters merge. ``scale`` is
+    the standard deviation of the noise that is added to parameters.
     """
     import torch
 
@@ -180,7 +181,7 @@ def spread_parameters(model: nn.Module, generator: torch.Generator, scale: float
 
 
 def _model_class(source: Source, config: Any, task: str | None) -> Any:
-    """The class with ``from_pretrained`` and, for configs, ``from_config`` or ``_from_config``."""
+    """The class that loads the model: a model class of transformers, or an Auto class."""
     import transformers
 
     if task is not None:
@@ -202,6 +203,7 @@ def _model_class(source: Source, config: Any, task: str | None) -> Any:
 def _random(
     source: Source, model_class: Any, config: Any, options: Mapping[str, Any], seed: int
 ) -> Any:
+    """Build a model with random weights."""
     import torch
 
     try:
@@ -209,7 +211,7 @@ def _random(
             torch.default_generator.manual_seed(seed)
             model = _build(model_class, config, **options)
     except Exception as error:
-        # whatever a model's own code raises on numbers that do not fit together
+        # from the model's own code, on sizes that do not fit together
         raise ModelSourceError(
             source.name, f"the model cannot be built: {described(error, lines=2)}"
         ) from error
@@ -224,43 +226,42 @@ def _pretrained(
     options: Mapping[str, Any],
     checkpoint: Checkpoint | None,
 ) -> Any:
-    """The model with its weights; with a checkpoint, they stay in its files."""
+    """Load a model with its weights; with a checkpoint, the weights stay in its files."""
     options = {**options, **source.options, "config": config, "output_loading_info": True}
+    streaming: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if checkpoint is not None:
+        # `check_loaded` reports wrong sizes with the name of the file.
         options |= {"use_safetensors": True, "ignore_mismatched_sizes": True}
+        streaming = weights_in_files(checkpoint)
     try:
-        with weights_in_files(checkpoint) if checkpoint is not None else contextlib.nullcontext():
+        with streaming:
             model, loading = model_class.from_pretrained(source.name, **options)
     except Exception as error:
-        # transformers and its hub client raise dozens of kinds, some of them bare
-        hint = (
-            "; add --random-weights to go without them"
-            if checkpoint is None and isinstance(error, OSError)
-            else ""
-        )
-        problem = f"the weights cannot be loaded: {described(error, lines=2)}{hint}"
+        # transformers and its hub client raise errors of dozens of types, some without a text
+        problem = f"the weights cannot be loaded: {described(error, lines=2)}"
+        if checkpoint is None and isinstance(error, OSError):
+            problem += "; add --random-weights to go without them"
         raise ModelSourceError(source.name, problem) from error
     if checkpoint is not None:
         check_loaded(checkpoint, loading)
     elif loading["missing_keys"]:
         missing = sorted(loading["missing_keys"])
+        names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         text = "%s: %d parameters are not in the checkpoint and have random values: %s"
-        _log.warning(
-            text,
-            source.name,
-            len(missing),
-            ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else ""),
-        )
+        _log.warning(text, source.name, len(missing), names)
     return model
 
 
 def _dtype(source: Source, dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype by its name in torch or a short one; an error for other types than floats."""
     import torch
 
-    torch_dtype = (
-        getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
-    )
-    if dtype is None or (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
+    torch_dtype = dtype
+    if isinstance(dtype, str):
+        torch_dtype = getattr(torch, _SHORT.get(dtype, dtype), None)
+    if dtype is None:
+        return None
+    if isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point:
         return torch_dtype
     raise ModelSourceError(
         source.name, f"no floating-point dtype: {dtype!r}; one of float32, float16, bfloat16"

@@ -1,4 +1,4 @@
-"""Files beside a model that say something of its graph, brought up to date when the model was changed and written."""
+"""Update files beside a model that describe its graph, after the model was changed and written."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from htp_export.files.text_files import read_json, write_text
 
 
 def renew(graph: ir.Graph, file: str | os.PathLike[str]) -> None:
-    """Update the ``genai_config.json`` beside a file: whether the caches of the decoder can be one buffer.
+    """Update the ``genai_config.json`` of a file: whether the caches of the decoder can be one buffer.
 
-    Nothing is written where there is none, or where it is that of another file.
+    Nothing is written if there is none, or if it belongs to another file.
     """
     path = Path(file)
     config = path.with_name(GENAI_CONFIG)
@@ -28,5 +28,9 @@ def renew(graph: ir.Graph, file: str | os.PathLike[str]) -> None:
         if named == path.name and search["past_present_share_buffer"] != shares_cache(graph):
             content["search"] = {**search, "past_present_share_buffer": shares_cache(graph)}
             write_text(config, json.dumps(content, indent=2, ensure_ascii=False) + "\n", Kind.JSON)
-    except (KeyError, TypeError, InputError):  # of stages, or of a model that GenAI does not run
+    except (
+        KeyError,
+        TypeError,
+        InputError,
+    ):  # The file is for stages, or GenAI cannot run the model.
         return

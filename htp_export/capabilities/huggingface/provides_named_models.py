@@ -1,4 +1,4 @@
-"""Models that are named on the command line, by hub id, folder or model type, with the calls that their files need."""
+"""Models by the hub id, folder or model type of a command line, with the calls of their files."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from htp_export.files.checkpoint import Checkpoint
 def one_call(
     options: ModelOptions, *, batch: int, shapes: Mapping[str, Any] | None, stream_weights: bool
 ) -> SourceCall:
-    """The model and example inputs; see ``ModelOptions.call``."""
+    """Load the model, and create example inputs; see ``ModelOptions.call``."""
     task = None if options.task == AUTO else options.task
     source = _source(options)
     model, checkpoint = _load(source, options, task, stream_weights)
-    taken = named_parameters(model)
-    fitting = {name: shape for name, shape in (shapes or {}).items() if name in taken}
-    wanted = {**fitting, **read_shapes(options.shapes)}
+    parameters = named_parameters(model)
+    all_shapes = {name: shape for name, shape in (shapes or {}).items() if name in parameters}
+    all_shapes |= read_shapes(options.shapes)
     kwargs = example_inputs(
-        model, shapes=wanted, batch=batch, seed=options.seed, processor=processor_of(source)
+        model, shapes=all_shapes, batch=batch, seed=options.seed, processor=processor_of(source)
     )
     return SourceCall(model, (), dict(kwargs), checkpoint=checkpoint, packed=packed_source(source))
 
@@ -36,10 +36,9 @@ def one_call(
 def calls_by_task(
     options: ModelOptions, *, stream_weights: bool, for_genai: bool = False, **settings: Any
 ) -> dict[str, SourceCall]:
-    """The files of the task, and the call that each is exported from; the settings are those of `example_calls`.
+    """Create the calls that the files of the task are exported from; ``settings`` are passed to `example_calls`.
 
-    ``for_genai``: sliding windows count tokens, and ``embed_tokens`` puts images in the places of
-    tokens.
+    ``for_genai``: sliding windows count tokens, and ``embed_tokens`` replaces image tokens.
     """
     source = _source(options)
     model, checkpoint = _load(source, options, options.task or AUTO, stream_weights)

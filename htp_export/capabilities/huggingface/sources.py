@@ -1,4 +1,4 @@
-"""Where the files of a model are that a user names, and what its tokenizer and image processor say about its inputs."""
+"""The files of a model that a user names, and facts about its inputs from the tokenizer and the image processor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from htp_export.errors import FileError, ModelSourceError, described
 from htp_export.files.text_files import read_json
 
 _SECONDS = 5.0
-"""To wait for the hub: its own client retries for a minute, and then reports that there is no such model."""
+"""Timeout of the hub: its own client retries for a minute, and then reports that there is no such model."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model as a user names it; the fields are those of `load_model`."""
+    """A model by the name that a user passes; the fields are arguments of `load_model`."""
 
     name: str
     random_weights: bool = False
@@ -39,28 +39,30 @@ class Source:
 
     @property
     def _is_on_hub(self) -> bool:
-        """Whether the hub has to be asked; what is wrong with other names is said without it."""
+        """Whether the hub has to be asked; other names are checked without a connection."""
         from transformers import CONFIG_MAPPING
 
-        return (
-            not self._is_path
-            and self.name not in CONFIG_MAPPING
-            and ("/" in self.name or not self.random_weights)
-        )
+        if self._is_path or self.name in CONFIG_MAPPING:
+            return False
+        # A name without an owner and with random weights is a misspelled model type.
+        return "/" in self.name or not self.random_weights
 
     @cached_property
     def offline(self) -> str:
-        """Why the hub, which has the files, cannot be reached; the cache of this machine may have them, too."""
+        """The reason why the hub cannot be reached, ``""`` if it can; the local cache may still have the files."""
         return _why_unreachable() if self._is_on_hub else ""
 
     @property
     def download(self) -> dict[str, Any]:
-        """The options with which transformers finds files."""
-        return {"revision": self.revision, **({"local_files_only": True} if self.offline else {})}
+        """Options for transformers to find files."""
+        options: dict[str, Any] = {"revision": self.revision}
+        if self.offline:
+            options["local_files_only"] = True
+        return options
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options with which transformers loads configs, models and tokenizers."""
+        """Options for transformers to load configs, models and tokenizers."""
         return {**self.download, "trust_remote_code": self.trust_remote_code}
 
     def file(self, name: str) -> str | None:
@@ -73,7 +75,7 @@ class Source:
         return path
 
     def folder(self, suffixes: tuple[str, ...], ignored_ends: tuple[str, ...]) -> Path | None:
-        """The local folder, or the one in the cache of the hub with the files of these suffixes; None without files."""
+        """The local folder, or the folder in the hub's cache with the files of these suffixes; None without files."""
         if not self._is_on_hub:
             return Path(self.name) if Path(self.name).is_dir() else None
         from huggingface_hub import snapshot_download
@@ -86,15 +88,39 @@ class Source:
                 ignore_patterns=["*/*", *(f"*{end}" for end in ignored_ends)],
                 local_files_only=bool(self.offline),
             )
-        except Exception as error:  # the hub's client raises kinds of several libraries
+        except Exception as error:  # the hub's client raises errors of several libraries
             raise ModelSourceError(
-                self.name, f"its tokenizer and configs cannot be had: {error}"
+                self.name, f"its tokenizer and configs cannot be downloaded: {error}"
             ) from error
         return Path(folder)
 
     def config(self) -> Any:
         """The config of the model, with the overrides."""
-        from transformers import CONFIG_MAPPING, AutoConfig
+        self._check_name()
+        try:
+            config = self._own_config()
+        except FileError:
+            raise
+        except Exception as error:
+            # transformers and its hub client raise errors of dozens of types, some without a text
+            problem = f"no model found: {described(error, lines=2)}"
+            if self.offline:
+                problem = f"the hub cannot be reached ({self.offline}), and it is not in the cache of this machine"
+            raise ModelSourceError(self.name, problem + self._hint) from error
+        return apply_overrides(self.name, config, self.overrides)
+
+    @property
+    def _hint(self) -> str:
+        """Similar model types, for the message about a name that may be a misspelled one."""
+        from transformers import CONFIG_MAPPING
+
+        if Path(self.name).is_dir() or "/" in self.name:
+            return ""
+        return nearest(self.name, CONFIG_MAPPING.keys(), "model types")
+
+    def _check_name(self) -> None:
+        """Refuse names of which no model can be loaded, before the hub is asked."""
+        from transformers import CONFIG_MAPPING
 
         folder = Path(self.name)
         is_folder = folder.is_dir()
@@ -103,49 +129,39 @@ class Source:
         if self._is_path and not is_folder and not is_gguf(self.name):
             problem = "is no folder; give a folder with a config.json, a hub id or a model type"
             raise ModelSourceError(self.name, problem)
-        hint = (
-            ""
-            if is_folder or "/" in self.name
-            else nearest(self.name, CONFIG_MAPPING.keys(), "model types")
-        )
-        if not self.has_files:
-            if self.name not in CONFIG_MAPPING:
-                problem = f"transformers has no such model type, and a hub id is owner/name{hint}"
-                raise ModelSourceError(self.name, problem)
-            if not self.random_weights:
-                problem = "is a model type and has no weights; add --random-weights (random_weights=True), "
-                raise ModelSourceError(
-                    self.name, problem + "or name a hub id (owner/name) or a folder"
-                )
-        try:
-            if is_gguf(self.name):
-                from htp_export.capabilities.huggingface.packed.gguf_files import gguf_config
+        if self.has_files:
+            return
+        if self.name not in CONFIG_MAPPING:
+            problem = "transformers has no such model type, and a hub id is owner/name"
+            raise ModelSourceError(self.name, problem + self._hint)
+        if not self.random_weights:
+            problem = (
+                "is a model type and has no weights; add --random-weights (random_weights=True), "
+            )
+            raise ModelSourceError(self.name, problem + "or name a hub id (owner/name) or a folder")
 
-                config = gguf_config(folder)
-            elif self.has_files:
-                config = AutoConfig.from_pretrained(self.name, **self.options)
-            else:
-                config = AutoConfig.for_model(self.name)
-        except FileError:
-            raise
-        except Exception as error:
-            # transformers and its hub client raise dozens of kinds, some of them bare
-            problem = f"no model found: {described(error, lines=2)}"
-            if self.offline:
-                problem = f"the hub cannot be reached ({self.offline}), and it is not in the cache of this machine"
-            raise ModelSourceError(self.name, problem + hint) from error
-        return apply_overrides(self.name, config, self.overrides)
+    def _own_config(self) -> Any:
+        """The config as the model has it."""
+        from transformers import AutoConfig
+
+        if is_gguf(self.name):
+            from htp_export.capabilities.huggingface.packed.gguf_files import gguf_config
+
+            return gguf_config(Path(self.name))
+        if self.has_files:
+            return AutoConfig.from_pretrained(self.name, **self.options)
+        return AutoConfig.for_model(self.name)
 
 
 def _why_unreachable() -> str:
-    """Why the hub cannot be reached; ``""`` if it answers, with any status."""
+    """The reason why the hub cannot be reached; ``""`` if it answers, with any status."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-    except Exception as error:  # the client has changed its HTTP library, and with it the errors
+    except Exception as error:  # The errors depend on the client's HTTP library, which changes.
         return f"{constants.ENDPOINT}: {error}"
     return ""
 
@@ -162,9 +178,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Processor:
-    """A tokenizer of transformers, and height and width of the images that the image processor makes, or None.
+    """A tokenizer of transformers, and the height and width of preprocessed images; None if there are none.
 
-    The source is where they come from, for messages.
+    ``source`` is their origin, for messages.
     """
 
     source: str = ""
@@ -174,35 +190,35 @@ class Processor:
     def tokens(
         self, count: int, start: int, vocabulary: int | None, *, special: bool
     ) -> list[int] | None:
-        """So many tokens of an English text; None if there is no tokenizer, or its tokens are not those of the model.
+        """Tokens of an English text; None without a tokenizer, or if its tokens do not fit the model.
 
-        The text begins with the word of a number: different numbers give different texts. The
-        vocabulary is the number of tokens that the model knows, if that is known. With ``special``,
-        those that are put around a text are there.
+        Args:
+            count: The number of tokens.
+            start: The number of the first word: different numbers result in different texts.
+            vocabulary: The size of the model's vocabulary, if it is known.
+            special: Whether to add the special tokens around a text.
         """
         if self.tokenizer is None:
             return None
         words = _TEXT.split()
         begin = start % len(words)
         text = " ".join((words[begin:] + words[:begin]) * (1 + count // len(words)))
+        # Truncated by the tokenizer, so that the special token at the end is not cut off.
         options = {"truncation": True, "max_length": count} if special else {}
         try:
-            ids = [
-                int(token)
-                for token in self.tokenizer(text, add_special_tokens=special, **options)[
-                    "input_ids"
-                ]
-            ]
-        except Exception as error:  # the code of a model: some take no plain text
-            return self._refused(f"makes no tokens of a plain text ({described(error)})")
+            encoded = self.tokenizer(text, add_special_tokens=special, **options)
+            ids = [int(token) for token in encoded["input_ids"]]
+        except Exception as error:  # from the code of a model: some refuse plain text
+            return self._refused(f"cannot encode a plain text ({described(error)})")
         if len(ids) < count:
-            return self._refused(f"makes {len(ids)} tokens of a text of {len(text)} characters")
+            return self._refused(f"encodes {len(text)} characters as {len(ids)} tokens")
         largest = max(ids[:count], default=0)
         if vocabulary is not None and largest >= vocabulary:
             return self._refused(f"has the token {largest}, and the model has {vocabulary} tokens")
         return ids[:count]
 
     def _refused(self, problem: str) -> list[int] | None:
+        """Log a problem of the tokenizer."""
         _log.warning("%s: the tokenizer %s; the example has random tokens", self.source, problem)
         return None
 
@@ -214,11 +230,10 @@ def load_processor(
     trust_remote_code: bool = False,
     overrides: Mapping[str, object] | None = None,
 ) -> Processor:
-    """The tokenizer and the image processor of a model, as far as there are any; both None for a model type.
+    """Load the tokenizer and the settings of the image processor of a model; both None for a model type.
 
-    The arguments are those of `load_model`; if the overrides change the size of images, the image
-    processor is left out. A file that cannot be read is reported in the log, and is as if it were
-    not there.
+    The arguments have the meaning of `load_model`. If the overrides change the size of images, the image
+    processor is ignored. A file that cannot be read is ignored, with a warning in the log.
 
     Examples:
         >>> load_processor("bert")
@@ -228,41 +243,46 @@ def load_processor(
 
 
 def processor_of(source: Source) -> Processor:
-    """As `load_processor`."""
+    """Like `load_processor`, for a source."""
     if not source.has_files:
         return Processor(source.name)
-    resized = any(key.rpartition(".")[2] == "image_size" for key in source.overrides)
+    is_resized = any(key.rpartition(".")[2] == "image_size" for key in source.overrides)
     tokenizer = _read(source, "tokenizer", _tokenizer)
-    return Processor(
-        source.name, tokenizer, None if resized else _read(source, "image processor", _image_size)
-    )
+    image_size = None if is_resized else _read(source, "image processor", _image_size)
+    return Processor(source.name, tokenizer, image_size)
 
 
-def _read(source: Source, what: str, read: Callable[[Source], Any]) -> Any:
-    """What a function reads of the files of a model; None, and a warning, where they cannot be read."""
+def _read(source: Source, part: str, read: Callable[[Source], Any]) -> Any:
+    """Read a part of the files of a model; None, and a warning, if it cannot be read."""
     try:
         return read(source)
     except Exception as error:
-        # transformers raises dozens of kinds, and so does the code of a model
+        # transformers and the code of a model raise errors of dozens of types
         text = "%s: the %s cannot be read (%s); example inputs are from the config"
-        _log.warning(text, source.name, what, described(error))
+        _log.warning(text, source.name, part, described(error))
         return None
 
 
 def _tokenizer(source: Source) -> Any:
+    """The tokenizer; None if there are no files of one."""
     from transformers import AutoTokenizer
 
-    has_one = any(source.file(name) for name in _TOKENIZER_FILES)
-    return AutoTokenizer.from_pretrained(source.name, **source.options) if has_one else None
+    if not any(source.file(name) for name in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(source.name, **source.options)
 
 
 def _image_size(source: Source) -> tuple[int, int] | None:
-    sizes = map(size_of_images, image_settings(source.file))
-    return next((size for size in sizes if size is not None), None)
+    """Height and width of preprocessed images; None without an image processor."""
+    for settings in image_settings(source.file):
+        size = size_of_images(settings)
+        if size is not None:
+            return size
+    return None
 
 
 def image_settings(find: Callable[[str], str | Path | None]) -> Iterator[Mapping[str, Any]]:
-    """The settings of image processors, by the function that finds a file by its name; None where there is none."""
+    """The settings of image processors; ``find`` returns the path of a file by its name, None without one."""
     for name in _IMAGE_FILES:
         file = find(name)
         settings = None if file is None else read_json(file, plain=True)
@@ -272,22 +292,18 @@ def image_settings(find: Callable[[str], str | Path | None]) -> Iterator[Mapping
 
 
 def size_of_images(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Height and width of what an image processor makes of a square image; None if its settings do not say.
+    """Height and width of a square image after an image processor; None if its settings do not determine them.
 
-    The settings are read and not run: an image processor needs torchvision or PIL, and the size is
-    all that is used.
+    The image processor itself is not loaded: it needs torchvision or PIL, and only the size is
+    used.
     """
     size = settings.get("crop_size") if settings.get("do_center_crop") else None
-    size = (
-        size
-        if size is not None
-        else settings.get("size")
-        if settings.get("do_resize", True)
-        else None
-    )
+    if size is None and settings.get("do_resize", True):
+        size = settings.get("size")
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge")
         size = [size.get("height", edge), size.get("width", edge)]
-    listed = list(size) if isinstance(size, (list, tuple)) else [size, size]
-    sizes = [side for side in listed if type(side) is int and side > 0]
-    return (sizes[0], sizes[1]) if len(sizes) == len(listed) == 2 else None
+    sides: list[Any] = list(size) if isinstance(size, (list, tuple)) else [size, size]
+    if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
+        return None
+    return sides[0], sides[1]

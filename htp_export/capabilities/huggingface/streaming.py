@@ -1,7 +1,7 @@
-"""Models whose weights stay in files: mapped from a checkpoint or, if they were converted, from a temporary file.
+"""Models with weights mapped from files: from a checkpoint or, for converted weights, from a temporary file.
 
-A mapped weight takes no memory before its values are used. The exporter uses them when it writes
-the file, and releases each part after it was written (`exporter.capture.saving`).
+A mapped weight needs no memory before its values are used. The exporter uses the values when it
+writes the file, and releases each part afterwards (`exporter.capture.saving`).
 """
 
 from __future__ import annotations
@@ -26,29 +26,33 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# smaller tensors stay in memory: all of a model's together are a few megabytes
 _LARGE_BYTES = 1 << 20
-# of converted weights, after which the pages that they were read from are released
+"""Smaller tensors stay in memory: all small tensors of a model together need a few megabytes."""
+
 _RELEASED_BYTES = 1 << 28
-_SEVERAL = 5  # names in a message
+"""Bytes of converted weights after which the pages of their sources are released, to bound the memory."""
+
+_SEVERAL = 5
+"""Names in a message, so that it stays readable."""
+
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Otherwise, transformers converts the next weights in other threads, and holds them all."""
+"""Without this setting, transformers converts further weights in other threads, and keeps all of them in memory."""
 
 
 def map_weights(model: nn.Module, source: str | os.PathLike[str]) -> Checkpoint:
-    """Give a model the weights of safetensors files, which stay in the files until they are used.
+    """Replace the weights of a model by weights mapped from safetensors files.
 
-    Parameters and buffers are replaced, whatever they were, for example on
-    ``torch.device("meta")``. Tied parameters stay tied. Weights of another dtype than the model's
-    are converted one at a time, into a temporary file.
+    All parameters and buffers are replaced, also on ``torch.device("meta")``. Tied parameters stay
+    tied. Weights of another dtype than the model's are converted one at a time, into a temporary
+    file.
 
     Args:
         model: The model, changed in place.
         source: A safetensors file, an index of several, or a folder with ``model.safetensors`` or
-            ``model.safetensors.index.json``. Its keys are those of ``model.state_dict()``.
+            ``model.safetensors.index.json``. Its keys equal the keys of ``model.state_dict()``.
 
     Returns:
-        The files; their ``check()`` raises if one of them was changed meanwhile.
+        The files; their ``check()`` raises if one of them was changed since.
 
     Raises:
         FileError: If there are no such files; if a tensor is missing, unknown or of another shape;
@@ -69,22 +73,24 @@ def map_weights(model: nn.Module, source: str | os.PathLike[str]) -> Checkpoint:
     checkpoint = read_checkpoint(source)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     _check_keys(model, checkpoint, state)
-    named: dict[int, str] = {
+    # One name for each tensor: tied parameters are one tensor with several names.
+    names: dict[int, str] = {
         id(tensor): name for name, tensor in state.items() if name in checkpoint.files
     }
     with _Files(checkpoint) as files:
-        values = {key: files.load(named[key]) for key in named}
-        made = {key: files.converted(values[key], state[name]) for key, name in named.items()}
+        # Load all before the first conversion, which may fail: mapped tensors need no memory.
+        loaded = {key: files.load(name) for key, name in names.items()}
+        new = {key: files.converted(loaded[key], state[name]) for key, name in names.items()}
     for name, tensor in state.items():
         path, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(path), attribute, made[id(tensor)])
+        setattr(model.get_submodule(path), attribute, new[id(tensor)])
     return checkpoint
 
 
 def _check_keys(model: nn.Module, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    """Compare the keys and shapes of a checkpoint with those of a model."""
-    there = {id(tensor) for name, tensor in state.items() if name in checkpoint.files}
-    missing = [name for name, tensor in state.items() if id(tensor) not in there]
+    """Refuse a checkpoint whose keys or shapes differ from the model's."""
+    stored = {id(tensor) for name, tensor in state.items() if name in checkpoint.files}
+    missing = [name for name, tensor in state.items() if id(tensor) not in stored]
     if missing:
         raise FileError(checkpoint.path, f"has no weights for {_some(missing)}")
     unknown = sorted(checkpoint.files.keys() - state.keys())
@@ -100,22 +106,23 @@ def _check_keys(model: nn.Module, checkpoint: Checkpoint, state: dict[str, Any])
             )
     empty = [name for name, buffer in model.named_buffers() if name not in state and buffer.is_meta]
     if empty:
-        problem = "these buffers have no values, and are in no state_dict(); give the model their values first"
+        problem = "these buffers have no values, and are in no state_dict(); set their values first"
         raise FileError(checkpoint.path, f"has no weights for {_some(empty)}: {problem}")
 
 
-def _other_shape(name: str, there: Iterable[int], wanted: Iterable[int]) -> str:
-    return f"tensor {name!r} has shape {list(there)}, and the model needs {list(wanted)}"
+def _other_shape(name: str, stored: Iterable[int], needed: Iterable[int]) -> str:
+    return f"tensor {name!r} has shape {list(stored)}, and the model needs {list(needed)}"
 
 
 def _some(names: Iterable[str]) -> str:
+    """The first names, and the number of the others."""
     names = sorted(names)
     more = f" and {len(names) - _SEVERAL} more" if len(names) > _SEVERAL else ""
     return ", ".join(map(repr, names[:_SEVERAL])) + more
 
 
 class _Files:
-    """The open files of a checkpoint, and a temporary one for weights that were converted."""
+    """The open files of a checkpoint, and a temporary file for converted weights."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -129,7 +136,7 @@ class _Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()  # what is mapped stays mapped
+        self._open.close()  # mapped tensors stay mapped
         self._release()
 
     def load(self, name: str) -> torch.Tensor:
@@ -143,36 +150,31 @@ class _Files:
         return tensor
 
     def converted(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """A value with the dtype and the class of a parameter or buffer."""
+        """Convert values to the dtype and the class of a parameter or buffer."""
         from torch import nn
 
         value = self.moved(value.to(like.dtype))
-        return (
-            nn.Parameter(value, requires_grad=like.requires_grad)
-            if isinstance(like, nn.Parameter)
-            else value
-        )
+        if isinstance(like, nn.Parameter):
+            return nn.Parameter(value, requires_grad=like.requires_grad)
+        return value
 
     def moved(self, value: torch.Tensor) -> torch.Tensor:
-        """The same values, in a file; a small tensor as it is."""
+        """Move the values of a large tensor into the temporary file; other tensors are returned unchanged."""
         import torch
 
-        plain = (
-            value.layout is torch.strided
-            and value.device.type == "cpu"
-            and type(value) is torch.Tensor
-        )
-        storage = value.untyped_storage() if plain else None
-        if storage is None or value.nbytes < _LARGE_BYTES or value.is_quantized:
+        if not _is_plain(value) or value.nbytes < _LARGE_BYTES:
             return value
+        storage = value.untyped_storage()
         if MappedFiles.now().path_of(storage.data_ptr(), storage.nbytes()) is not None:
             return value
         if self._new is None:
             file = tempfile.TemporaryFile(prefix="htp_export_", buffering=0)  # noqa: SIM115 - closed with the others
             self._new = self._open.enter_context(file)
-        start = self._new.seek(0, os.SEEK_END)
-        start = self._new.seek(-start % mmap.ALLOCATIONGRANULARITY, os.SEEK_CUR)
+        # A mapping has to begin at a multiple of the granularity.
+        end = self._new.seek(0, os.SEEK_END)
+        start = self._new.seek(-end % mmap.ALLOCATIONGRANULARITY, os.SEEK_CUR)
         left = memoryview(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        # An unbuffered file may write less than all bytes.
         while left:
             left = left[self._new.write(left) :]
         memory = mmap.mmap(self._new.fileno(), value.nbytes, access=mmap.ACCESS_COPY, offset=start)
@@ -182,13 +184,14 @@ class _Files:
         return torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype).view(value.shape)
 
     def _release(self) -> None:
+        """Release the pages of the checkpoint's files."""
         mapped = MappedFiles.now()
         for file in set(self._checkpoint.files.values()):
             mapped.release(os.path.realpath(file))
         self._unreleased = 0
 
     def registered(self, _module: Any, _name: str, parameter: Any) -> Any:
-        """Move new parameters of this thread into a file, as a hook of torch; None for what stays as it is."""
+        """Hook of torch: move a new parameter of this thread into a file; None for an unchanged one."""
         from torch import nn
 
         if type(parameter) is not nn.Parameter or threading.get_ident() != self._thread:
@@ -198,25 +201,31 @@ class _Files:
         if moved is value:
             return None
         new = nn.Parameter(moved, requires_grad=parameter.requires_grad)
-        new.__dict__.update(parameter.__dict__)  # transformers' marks
+        new.__dict__.update(parameter.__dict__)  # attributes that transformers sets
         return new
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor is dense, in memory, and of no subclass or quantized type."""
+    import torch
+
+    if value.layout is not torch.strided or value.device.type != "cpu":
+        return False
+    return type(value) is torch.Tensor and not value.is_quantized
 
 
 @contextlib.contextmanager
 def released_when_read(model: nn.Module) -> Iterator[None]:
-    """Release the pages of mapped weights after each run of the module that holds them, inside a ``with`` block."""
+    """Inside the block, release the pages of mapped weights after each run of their module."""
 
     def make(changes: Changes) -> None:
         mapped = MappedFiles.now()
         for module in model.modules():
-            ranges = [
-                (weight.data_ptr(), weight.nbytes) for weight in module.parameters(recurse=False)
-            ]
-            ranges = [
-                each
-                for each in ranges
-                if each[1] >= _LARGE_BYTES and mapped.path_of(*each) is not None
-            ]
+            ranges = []
+            for weight in module.parameters(recurse=False):
+                address, size = weight.data_ptr(), weight.nbytes
+                if size >= _LARGE_BYTES and mapped.path_of(address, size) is not None:
+                    ranges.append((address, size))
             if ranges:
                 hook = functools.partial(_release, ranges)
                 changes.will_undo(module.register_forward_hook(hook, always_call=True).remove)
@@ -232,7 +241,7 @@ def _release(ranges: Iterable[tuple[int, int]], *_: Any) -> None:
 
 @contextlib.contextmanager
 def weights_in_files(checkpoint: Checkpoint) -> Iterator[None]:
-    """Let ``from_pretrained`` move what it converts or joins into a temporary file, one parameter at a time."""
+    """Inside the block, ``from_pretrained`` moves converted and joined parameters into a temporary file, one by one."""
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
     def make(changes: Changes) -> None:
@@ -244,8 +253,8 @@ def weights_in_files(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def find_checkpoint(source: Source, config: Any) -> Checkpoint:
-    """The safetensors files of a folder or of a model of the hub, which are downloaded."""
-    named = getattr(config, "transformers_weights", None)  # from a config.json
+    """The safetensors files of a folder, or of a model of the hub, which are downloaded."""
+    named = getattr(config, "transformers_weights", None)  # from config.json: not trusted
     if named is not None and Path(str(named)).name != named:
         problem = (
             f"its config names weights outside of its folder: {named!r}; they will not be read"
@@ -258,20 +267,22 @@ def find_checkpoint(source: Source, config: Any) -> Checkpoint:
 
     for name in (named,) if named else ("model.safetensors", "model.safetensors.index.json"):
         file = source.file(name)
-        if file is not None:
-            if file.endswith(".json"):
-                get_checkpoint_shard_files(source.name, file, **source.download)  # type: ignore[no-untyped-call]
-            return read_checkpoint(file)
+        if file is None:
+            continue
+        if file.endswith(".json"):
+            # Downloads the files that the index names.
+            get_checkpoint_shard_files(source.name, file, **source.download)  # type: ignore[no-untyped-call]
+        return read_checkpoint(file)
     raise FileError(
         source.name, "has no weights in safetensors files; --stream-weights reads no others"
     )
 
 
 def check_loaded(checkpoint: Checkpoint, loading: dict[str, Any]) -> None:
-    """Refuse a checkpoint that lacks weights of a model, as ``from_pretrained`` reports, or that was changed."""
-    for name, there, wanted in sorted(loading["mismatched_keys"]):
+    """Refuse a checkpoint that lacks weights of a model, as ``from_pretrained`` reports, or that was changed since."""
+    for name, stored, needed in sorted(loading["mismatched_keys"]):
         raise FileError(
-            checkpoint.files.get(name, checkpoint.path), _other_shape(name, there, wanted)
+            checkpoint.files.get(name, checkpoint.path), _other_shape(name, stored, needed)
         )
     if loading["missing_keys"]:
         raise FileError(checkpoint.path, f"has no weights for {_some(loading['missing_keys'])}")

@@ -1,4 +1,4 @@
-"""Tasks: the classes of transformers that do them, the one that a model is for, and optimum's names of dimensions."""
+"""Tasks: their classes in transformers, the task of a model, and optimum's names of dimensions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _GENERATING = {
     "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
 }
 _CACHING = {*_GENERATING.values(), "AutoModelForImageTextToText"}
-"""Classes whose models can be exported with a cache; those above are, if no task is given."""
+"""Auto classes whose models can be exported with a cache; models of `_GENERATING` are, if there is no task."""
 
 _MORE_TASKS = {
-    # Names in wide use that transformers' pipelines no longer have, or never had.
+    # Names in wide use that transformers' pipelines lack, or have dropped.
     "summarization": ("AutoModelForSeq2SeqLM",),
     "text2text-generation": ("AutoModelForSeq2SeqLM",),
     "translation": ("AutoModelForSeq2SeqLM",),
@@ -34,50 +34,49 @@ _MORE_TASKS = {
 
 
 def split_task(task: str | None) -> tuple[str | None, bool]:
-    """A task without its ``-with-past``, and whether it had one.
+    """Split a task into its name without ``-with-past``, and whether it had this suffix.
 
     Examples:
         >>> split_task("text-generation-with-past"), split_task("fill-mask")
         (('text-generation', True), ('fill-mask', False))
     """
-    return (
-        (task.removesuffix(_WITH_PAST), task.endswith(_WITH_PAST))
-        if task is not None
-        else (None, False)
-    )
+    if task is None:
+        return None, False
+    return task.removesuffix(_WITH_PAST), task.endswith(_WITH_PAST)
 
 
 def _tasks() -> dict[str, tuple[str, ...]]:
-    """Task → names of the Auto classes that can make a model for it, best first; also with ``-with-past``."""
+    """Task, also with ``-with-past`` → names of its Auto classes, best first."""
     from transformers.pipelines import SUPPORTED_TASKS
 
     entries: dict[str, Any] = SUPPORTED_TASKS
-    known = {
-        **_MORE_TASKS,
-        **{name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in entries.items()},
-    }
-    return known | {
-        task + _WITH_PAST: names for task, names in known.items() if set(names) & _CACHING
-    }
+    tasks: dict[str, tuple[str, ...]] = dict(_MORE_TASKS)
+    for task, entry in entries.items():
+        tasks[task] = tuple(auto.__name__ for auto in entry["pt"])
+    with_past = {}
+    for task, names in tasks.items():
+        if not _CACHING.isdisjoint(names):
+            with_past[task + _WITH_PAST] = names
+    return tasks | with_past
 
 
 def class_for_task(source: str, config: Any, task: str) -> Any:
-    """The Auto class that makes a model for a task; the source is the name of the model, for messages."""
+    """The Auto class for a task and a config; ``source`` is the name of the model, for messages."""
     import transformers
 
-    known = _tasks()
-    if split_task(task)[0] not in known:
-        hint = nearest(task, known, "tasks") or task_hint(config)
+    tasks = _tasks()
+    if split_task(task)[0] not in tasks:
+        hint = nearest(task, tasks, "tasks") or task_hint(config)
         raise ModelSourceError(source, f"unknown task {task!r}{hint}")
-    for name in known.get(task, ()):
-        if _makes(name, config):
+    for name in tasks.get(task, ()):
+        if _has_model(name, config):
             return getattr(transformers, name)
     raise ModelSourceError(
         source, f"a {config.model_type!r} model cannot do {task!r}" + task_hint(config)
     )
 
 
-def _makes(auto_name: str, config: Any) -> bool:
+def _has_model(auto_name: str, config: Any) -> bool:
     """Whether an Auto class has a model for a config."""
     import transformers
 
@@ -88,61 +87,65 @@ def _makes(auto_name: str, config: Any) -> bool:
 
 def task_hint(config: Any) -> str:
     """The tasks that a model can do, as the end of a message."""
-    possible = sorted(
-        task for task, names in _tasks().items() if any(_makes(name, config) for name in names)
-    )
-    return (
-        f"; its tasks: {', '.join(possible)}"
-        if possible
-        else "; it has no task that htp-export knows"
-    )
+    possible = []
+    for task, names in _tasks().items():
+        if any(_has_model(name, config) for name in names):
+            possible.append(task)
+    if not possible:
+        return "; it has no task that htp-export supports"
+    return f"; its tasks: {', '.join(sorted(possible))}"
 
 
 def generates(config: Any) -> bool:
     """Whether the class that a config names under ``architectures`` generates tokens, with a cache."""
     import transformers
 
-    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
-    return any(
-        model_class is not None and _generating_task(model_class) is not None
-        for model_class in classes
-    )
+    for name in config.architectures or ():
+        model_class = getattr(transformers, name, None)
+        if model_class is not None and _generating_task(model_class) is not None:
+            return True
+    return False
 
 
 def task_of(model: Any) -> str:
-    """The task that a model is for, guessed from its class; with ``-with-past`` if its config uses a cache."""
+    """The task of a model by its class, with ``-with-past`` if its config uses a cache."""
     generating = _generating_task(type(model))
     if generating is not None:
         decoder = model.config.get_text_config(decoder=True)
         return generating + (_WITH_PAST if getattr(decoder, "use_cache", False) else "")
-    able = (
-        task
-        for task, names in _tasks().items()
-        if any(_has_class(name, type(model)) for name in names)
-    )
-    return next(able, "feature-extraction")
+    for task, names in _tasks().items():
+        if any(_has_class(name, type(model)) for name in names):
+            return task
+    return "feature-extraction"
 
 
 def _generating_task(model_class: Any) -> str | None:
-    # it has a cache of other things than keys and values
+    """The task of a class that generates with a key-value cache; None for others."""
+    # A stateful model caches other states than keys and values.
     is_stateful = getattr(model_class, "_is_stateful", False)
     if cache_argument(model_class) is None or is_stateful or not model_class.can_generate():
         return None
-    return next((task for task, auto in _GENERATING.items() if _has_class(auto, model_class)), None)
+    for task, auto_name in _GENERATING.items():
+        if _has_class(auto_name, model_class):
+            return task
+    return None
 
 
 def _has_class(auto_name: str, model_class: Any) -> bool:
-    """Whether an Auto class makes models of a class."""
+    """Whether an Auto class can select a class."""
     import transformers
 
     auto = getattr(transformers, auto_name, None)
-    listed = [] if auto is None else auto._model_mapping._model_mapping.values()
-    return any(
-        model_class.__name__ in ((names,) if isinstance(names, str) else names) for names in listed
-    )
+    if auto is None:
+        return False
+    for names in auto._model_mapping._model_mapping.values():
+        # One name, or several for one config.
+        if model_class.__name__ in ((names,) if isinstance(names, str) else names):
+            return True
+    return False
 
 
-# --- names of outputs and dimensions, as optimum has them in the files that it writes ---
+# --- names of outputs and dimensions in optimum's files ---
 
 Axes = dict[int, str]
 
@@ -194,13 +197,13 @@ _OUTPUTS: dict[str, dict[str, Axes]] = {
 
 
 def wanted_outputs(task: str, names: Iterable[str]) -> list[str]:
-    """Which of a model's outputs a file for a task has: optimum's, and all where it knows none of them."""
+    """The outputs of a model that a file for a task has: optimum's, or all if optimum has none of them."""
     names = list(names)
     return [name for name in names if name in _OUTPUTS.get(task, {})] or names
 
 
 def input_axes(task: str, name: str, tensor: torch.Tensor) -> Axes:
-    """Dimension → name, of an input that is in no cache.
+    """Dimension → name, for an input outside of a cache.
 
     Examples:
         >>> import torch
@@ -222,5 +225,5 @@ def input_axes(task: str, name: str, tensor: torch.Tensor) -> Axes:
 
 
 def output_axes(task: str, name: str) -> Axes:
-    """Dimension → name, of an output that is in no cache."""
+    """Dimension → name, for an output outside of a cache."""
     return _OUTPUTS.get(task, {}).get(name, _BATCH)

@@ -1,7 +1,7 @@
-"""The folder of a model for transformers.js: ``onnx/model.onnx``, its smaller variants, configs and tokenizer.
+"""The folder of a model for transformers.js: ``onnx/model.onnx``, smaller variants, configs and tokenizer.
 
-Names of files and types are those of ``src/utils/dtypes.js`` and ``src/models/session_config.js``
-in https://github.com/huggingface/transformers.js.
+Names of files and types are from ``src/utils/dtypes.js`` and ``src/models/session_config.js`` in
+https://github.com/huggingface/transformers.js.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from htp_export.files.written_check import made_from
 from htp_export.format import tags
 
 
-def _made_by(adapter: str, weight_type: str = "", **options: Any) -> Callable[[Path], ir.Model]:
-    """What an adapter of `htp_export.tools` makes of a file."""
+def _with_tool(adapter: str, weight_type: str = "", **options: Any) -> Callable[[Path], ir.Model]:
+    """Return a function that converts a file with an adapter of `htp_export.tools`."""
 
     def variant(file: Path) -> ir.Model:
         from onnxruntime.quantization import QuantType
@@ -47,13 +47,13 @@ def _made_by(adapter: str, weight_type: str = "", **options: Any) -> Callable[[P
 
 _VARIANTS: dict[str, tuple[str, Callable[[Path], ir.Model]]] = {
     "fp32": ("", read_model),
-    "fp16": ("_fp16", _made_by("float16", keep_io_types=True)),
-    "q8": ("_quantized", _made_by("quantize_dynamic", weight_type="QUInt8")),
-    "int8": ("_int8", _made_by("quantize_dynamic", weight_type="QInt8")),
-    "uint8": ("_uint8", _made_by("quantize_dynamic", weight_type="QUInt8")),
-    "q4": ("_q4", _made_by("matmul_nbits", bits=4, block_size=32, is_symmetric=True)),
+    "fp16": ("_fp16", _with_tool("float16", keep_io_types=True)),
+    "q8": ("_quantized", _with_tool("quantize_dynamic", weight_type="QUInt8")),
+    "int8": ("_int8", _with_tool("quantize_dynamic", weight_type="QInt8")),
+    "uint8": ("_uint8", _with_tool("quantize_dynamic", weight_type="QUInt8")),
+    "q4": ("_q4", _with_tool("matmul_nbits", bits=4, block_size=32, is_symmetric=True)),
 }
-"""Type in transformers.js → what its files end with, and what makes the model; the first is the exported model."""
+"""Type in transformers.js → suffix of its files, and the conversion of the exported model; fp32 is that model."""
 
 DTYPES = tuple(_VARIANTS)
 
@@ -76,26 +76,32 @@ def write_transformers_js(
     companions: Path | None = None,
     dtypes: Sequence[str] = ("fp32", "q4"),
 ) -> Path:
-    """Write a folder that transformers.js loads; it is written completely or not at all.
+    """Write a folder for transformers.js, completely or not at all.
 
-    Weights lie beside each model, in ``onnx/model.onnx_data`` and so on, and ``config.json`` says
-    so. Nodes keep their tags in all variants. An earlier folder is replaced. ``files``: name in the
-    folder → exported file, ``{"model": "decoder.onnx"}``. The model is the one of transformers that
-    was exported; the companions are the folder with its tokenizer and preprocessor. ``dtypes`` are
-    some of ``DTYPES``.
+    Weights are in files of their own, ``onnx/model.onnx_data`` and so on, which ``config.json``
+    names. Nodes keep their tags in all variants. An earlier folder is replaced.
+
+    Args:
+        files: Name in the folder → exported file, ``{"model": "decoder.onnx"}``.
+        folder: The folder.
+        model: The model of transformers that was exported.
+        companions: The folder with its tokenizer and preprocessor.
+        dtypes: A subset of ``DTYPES``.
+
+    Returns:
+        The folder.
     """
     target, copied = Path(folder), companion_names(companions)
     check_transformers_js(target, dtypes, copied)
     earlier = functools.partial(_files_of_earlier, companions=copied)
     with named_if_unwritable(target), whole_folder(target, earlier, _CONFIG) as new:
         (new / "onnx").mkdir()
-        external = [
-            made
-            for name, file in files.items()
-            for made in _variants(name, Path(file), new, dtypes)
-        ]
+        external: list[str] = []
+        for name, file in files.items():
+            external += _variants(name, Path(file), new, dtypes)
         config, *_ = write_configs(model, new)
-        settings = {_EXTERNAL: dict.fromkeys(external, 1)}  # a browser has to fetch their weights
+        # A browser does not find files of weights by itself: 1 is their number for each model.
+        settings = {_EXTERNAL: dict.fromkeys(external, 1)}
         write_json(config, {**_with_cache_sizes(read_json(config)), _SETTINGS: settings})
         if companions is not None:
             copy_companions(companions, new)
@@ -103,21 +109,20 @@ def write_transformers_js(
 
 
 def _with_cache_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with the sizes of the cache in it, where transformers.js looks for those of some types (Qwen2-VL)."""
+    """A config with the sizes of the cache at its top level, where transformers.js needs them for Qwen2-VL."""
     text = config.get("text_config")
-    return (
-        {**{key: text[key] for key in _CACHE_SIZES if key in text}, **config}
-        if isinstance(text, dict)
-        else config
-    )
+    if not isinstance(text, dict):
+        return config
+    sizes = {key: text[key] for key in _CACHE_SIZES if key in text}
+    return sizes | config
 
 
 def check_transformers_js(
     folder: Path, dtypes: Sequence[str], companions: Collection[str] | None = None
 ) -> None:
-    """Refuse variants that there are not, and a folder that holds anything else; the error names one of its files.
+    """Refuse unknown variants, and a folder with other files; the error names one of them.
 
-    ``companions``: the names of the files that will be copied; None if they are not known yet.
+    ``companions``: the names of files that will be copied; None if they are not known yet.
     """
     unknown = [dtype for dtype in dtypes if dtype not in _VARIANTS]
     if unknown or not dtypes:
@@ -129,11 +134,11 @@ def check_transformers_js(
 
 
 def _files_of_earlier(folder: Path, companions: Collection[str]) -> set[str]:
-    """The files in a folder, by their paths in it, that an earlier call has written.
+    """The files in a folder, by relative path, that an earlier call wrote.
 
-    Its ``config.json`` says that it is one for transformers.js. The models have tags, or are named
-    there. Of other files nothing tells where they came from: ``companions`` are those that are
-    replaced by files of the same name.
+    Its ``config.json`` has settings for transformers.js. Models have tags, or are named there. Other
+    files have no mark of their origin: ``companions``, which will be replaced by files of the same
+    name, are accepted.
     """
     try:
         config = read_json(folder / _CONFIG, plain=True)
@@ -142,18 +147,18 @@ def _files_of_earlier(folder: Path, companions: Collection[str]) -> set[str]:
     settings = config.get(_SETTINGS) if isinstance(config, dict) else None
     if not isinstance(settings, dict):
         return set()
-    named = settings.get(_EXTERNAL)
-    known = {_CONFIG, "generation_config.json", *companions}
+    listed = settings.get(_EXTERNAL)
+    earlier = {_CONFIG, "generation_config.json", *companions}
     for file in (folder / "onnx").glob("*.onnx"):
         model = parsed_or_none(file) if is_plain_file(file) else None
-        is_named = isinstance(named, dict) and file.name in named
-        if model is not None and (is_named or tags.FORMAT in model.metadata_props):
-            known |= {f"onnx/{file.name}", f"onnx/{file.name}_data"}
-    return known
+        is_listed = isinstance(listed, dict) and file.name in listed
+        if model is not None and (is_listed or tags.FORMAT in model.metadata_props):
+            earlier |= {f"onnx/{file.name}", f"onnx/{file.name}_data"}
+    return earlier
 
 
 def _variants(name: str, file: Path, folder: Path, dtypes: Sequence[str]) -> list[str]:
-    """Write the variants of one file; the names of those whose weights lie beside them."""
+    """Write the variants of one file; return the names of variants with a file of weights."""
     external = []
     for dtype in dict.fromkeys(dtypes):
         suffix, variant = _VARIANTS[dtype]

@@ -1,1 +1,1 @@
-"""Low-rank adapters: inputs for them, their files, and adapters added to the weights."""
+"""LoRA adapters: model inputs for them, their files, and fusion into the weights."""

@@ -1,6 +1,6 @@
-"""LoRA adapters in files: those of PEFT, and those that ONNX Runtime switches between.
+"""Files of LoRA adapters: folders of PEFT, and ONNX Runtime's adapter format.
 
-A tensor is called as in a PEFT checkpoint, ``<module path>.lora_A.weight``, without the prefix of
+Tensors are named as in a PEFT checkpoint, ``<module path>.lora_A.weight``, without the prefix of
 PEFT's wrapper.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,15 +31,15 @@ _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _WRAPPER = "base_model.model."
 _FACTOR = re.compile(r"(?:(.*)\.)?lora_(?:(embedding_)?([AB])|(magnitude)_vector)(?:\.weight)?")
 _COPIES = re.compile(r"\.(modules_to_save|original_module)\.")
-"""What PEFT keeps beside a module that is trained as a whole: with ``bias="all"`` it saves the biases of these, too."""
+"""Copies that PEFT keeps of a module in ``modules_to_save``: with ``bias="all"``, their biases are saved, too."""
 
 _ONLY_FUSED = "which no run can switch; lora.fuse takes it"
 
 _STARTS = ("pissa", "olora")
-"""Values of ``init_lora_weights`` with which PEFT takes the first factors off the weights, from the weights alone."""
+"""Values of ``init_lora_weights`` with which PEFT subtracts initial factors, computed from the weights alone."""
 
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Those with which the weights stay."""
+"""Values of ``init_lora_weights`` that leave the weights unchanged."""
 
 _OTHER_VARIANTS = (
     *(
@@ -52,20 +52,20 @@ _OTHER_VARIANTS = (
     ),
     *("target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
 )
-"""Settings of PEFT's config with which an adapter is not what its factors say."""
+"""Settings of PEFT's config with which an adapter is more than the product of its factors."""
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What an adapter adds to the weight of one layer: ``scaling * b @ a``, in the layout of ``kind``.
+    """Low-rank change of the weight of one layer: ``scaling * b @ a``, in the layout of ``kind``.
 
     Attributes:
         a: (rank, inputs); for a convolution (rank, inputs, size of its kernel, ...).
         b: (outputs, rank); for a convolution (outputs, rank, 1, ...).
-        scaling: None for factors to which the model's own one applies, as in files of ONNX Runtime.
+        scaling: None if the model's own scaling applies, as for files of ONNX Runtime.
         kind: ``"linear"``, ``"embedding"`` or ``"convolution"``.
         magnitude: The norms of the new weight, of DoRA.
-        start: ``init_lora_weights`` of PEFT, if the first factors were taken off the weight.
+        start: ``init_lora_weights`` of PEFT, if initial factors were subtracted from the weight.
     """
 
     a: Array
@@ -77,18 +77,18 @@ class LowRank:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the product of the factors is all that a linear layer gets."""
+        """Whether the layer is linear, and changed by the product of the factors alone."""
         return self.kind == "linear" and self.magnitude is None and self.start is None
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a folder or file holds.
+    """The contents of an adapter folder or file.
 
     Attributes:
         source: The folder or file.
-        layers: Module path → the factors.
-        parameters: Name → contents, of parameters that were trained as a whole: biases, and
+        layers: Module path → factors.
+        parameters: Name → values of parameters that were trained as a whole: biases, and
             ``modules_to_save``.
     """
 
@@ -100,7 +100,9 @@ class Adapter:
 def read_adapter(adapter: str | os.PathLike[str]) -> Adapter:
     """Read a folder of PEFT, with ``adapter_config.json``, or a file of ONNX Runtime's adapter format.
 
-    Refused are pickles, values that are not finite, and variants of LoRA that are not known here.
+    Raises:
+        FileError: The adapter is a pickle, contains values that are not finite, or is a variant of
+            LoRA that is not supported.
     """
     path = Path(adapter)
     if path.is_dir():
@@ -113,29 +115,29 @@ def read_adapter(adapter: str | os.PathLike[str]) -> Adapter:
 
     try:
         adapter_file = onnxruntime.AdapterFormat.read_adapter(os.fspath(path))
-        parameters = adapter_file.get_parameters()  # they lie in the memory of the adapter file
+        parameters = adapter_file.get_parameters()  # views into the memory of `adapter_file`
     except Exception as error:  # onnxruntime's own classes
         raise FileError(
             path, f"is no adapter file of ONNX Runtime: {str(error).splitlines()[0]}"
         ) from error
-    found = _layers(
-        path, {name: from_ort(value) for name, value in parameters.items()}, lambda *_: None
-    )
-    require_switchable(found)
-    return found
+    tensors = {name: from_ort(value) for name, value in parameters.items()}
+    read = _layers(path, tensors, lambda *_: None)
+    require_switchable(read)
+    return read
 
 
 def require_switchable(adapter: Adapter) -> None:
     """Refuse (`FileError`) an adapter that is more than products of two factors for linear layers."""
     for path, layer in adapter.layers.items():
-        if not layer.is_plain:
-            what = (
-                "a DoRA magnitude for"
-                if layer.magnitude is not None
-                else f"init_lora_weights={layer.start!r} for"
-            )
-            what = what if layer.kind == "linear" else f"factors of the {layer.kind}"
-            raise FileError(adapter.source, f"has {what} {path!r}, {_ONLY_FUSED}")
+        if layer.is_plain:
+            continue
+        if layer.kind != "linear":
+            part = f"factors of the {layer.kind}"
+        elif layer.magnitude is not None:
+            part = "a DoRA magnitude for"
+        else:
+            part = f"init_lora_weights={layer.start!r} for"
+        raise FileError(adapter.source, f"has {part} {path!r}, {_ONLY_FUSED}")
     for name in adapter.parameters:
         raise FileError(
             adapter.source,
@@ -144,13 +146,13 @@ def require_switchable(adapter: Adapter) -> None:
 
 
 def files_of(source: str | os.PathLike[str]) -> list[Path]:
-    """The files of an adapter: those of its folder, or the file itself."""
+    """The files of an adapter: the contents of its folder, or the file itself."""
     path = Path(source)
     return sorted(path.glob("*")) if path.is_dir() else [path]
 
 
 def arrays_of(layers: Mapping[str, LowRank]) -> dict[str, Array]:
-    """Name of a factor, as in a PEFT checkpoint → its numbers, for the factors of modules."""
+    """Name of a factor, as in a PEFT checkpoint → its values."""
     arrays = {factor_name(path, "A"): layer.a for path, layer in layers.items()}
     return arrays | {factor_name(path, "B"): layer.b for path, layer in layers.items()}
 
@@ -179,50 +181,48 @@ def placed(
     what: str,
     entry: str = "module",
 ) -> dict[str, _Entry]:
-    """The entries of an adapter under those paths of a model that can have them; ``what`` says which these are.
+    """Map the entries of an adapter to module paths of a model.
 
-    A path of the adapter is that of the model; or one of them ends with the other, where the
-    adapter was trained on a model inside another one. One that is none of them, or may be several,
-    is refused.
+    A path of the adapter matches an equal path of the model. Otherwise one of the two has to end
+    with the other: the adapter was trained on a submodel, or on a model around this one.
+
+    Args:
+        source: The adapter, for errors.
+        entries: Path in the adapter → entry.
+        paths: Paths of the model that may have an entry.
+        what: Describes ``paths`` in errors: "linear layers of the model".
+        entry: Describes one path in errors.
+
+    Raises:
+        InputError: A path matches none of ``paths``, or several.
     """
-    found: dict[str, _Entry] = {}
+    by_path: dict[str, _Entry] = {}
     for path, contents in entries.items():
-        known = [path] if path in paths else [each for each in paths if _same_end(each, path)]
-        if len(known) != 1:
-            problem = (
-                f"may be {' or '.join(map(repr, known[:3]))}" if known else f"is none of the {what}"
-            )
-            nearest = (
-                ""
-                if known
-                else f": {', '.join(map(repr, list(paths)[:3]))}{', ...' if len(paths) > 3 else ''}"
-            )
-            raise InputError(f"{source}: {entry} {path!r} of the adapter {problem}{nearest}")
-        found[known[0]] = contents
-    return found
+        if path in paths:
+            matches = [path]
+        else:
+            matches = [candidate for candidate in paths if _same_end(candidate, path)]
+        if len(matches) == 1:
+            by_path[matches[0]] = contents
+            continue
+        if matches:
+            problem = f"may be {' or '.join(map(repr, matches[:3]))}"
+        else:
+            first_paths = ", ".join(map(repr, list(paths)[:3]))
+            problem = f"is none of the {what}: {first_paths}"
+            problem += ", ..." if len(paths) > 3 else ""
+        raise InputError(f"{source}: {entry} {path!r} of the adapter {problem}")
+    return by_path
 
 
 def _same_end(one: str, other: str) -> bool:
+    """Whether one of two paths ends with the other."""
     return bool(one and other) and (one.endswith(f".{other}") or other.endswith(f".{one}"))
 
 
 def _of_peft(folder: Path) -> Adapter:
-    config = read_json(folder / _CONFIG, plain=True)
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise FileError(folder / _CONFIG, "is no LoRA adapter of PEFT: peft_type is not 'LORA'")
-    for setting in _OTHER_VARIANTS:
-        if config.get(setting):
-            raise FileError(
-                folder / _CONFIG,
-                f"has {setting}={config[setting]!r}, a variant of LoRA that is not read",
-            )
-    start = config.get("init_lora_weights", True)
-    if start not in (*_STARTS, *_PLAIN_STARTS):
-        raise FileError(
-            folder / _CONFIG,
-            f"has init_lora_weights={start!r}, which changed the weights of the model; convert the adapter with "
-            "save_pretrained(path_initial_model_for_weight_conversion=...) of PEFT",
-        )
+    """Read a folder of PEFT."""
+    config = _peft_config(folder / _CONFIG)
     weights = folder / _WEIGHTS
     if not weights.is_file():
         pickles = [name for name in _PICKLES if (folder / name).exists()]
@@ -230,18 +230,38 @@ def _of_peft(folder: Path) -> Adapter:
             folder / (pickles or [_WEIGHTS])[0], f"is needed as {_WEIGHTS}; pickles are not read"
         )
     alphas = _alphas(folder / _CONFIG, config)
-    read = _layers(weights, _tensors(weights), lambda path, rank: alphas.scaling(path, rank))
+    read = _layers(weights, _tensors(weights), alphas.scaling)
     for path, layer in read.layers.items():
         if bool(config.get("use_dora")) != (layer.magnitude is not None):
-            what = "no" if layer.magnitude is None else "a"
+            how_many = "no" if layer.magnitude is None else "a"
             raise FileError(
-                weights, f"has {what} DoRA magnitude for module {path!r}, unlike {_CONFIG}"
+                weights, f"has {how_many} DoRA magnitude for module {path!r}, unlike {_CONFIG}"
             )
-    layers = {
-        path: replace(layer, start=start if start in _STARTS else None)
-        for path, layer in read.layers.items()
-    }
+    start = config.get("init_lora_weights", True)
+    if start not in _STARTS:
+        return replace(read, source=folder)
+    layers = {path: replace(layer, start=start) for path, layer in read.layers.items()}
     return replace(read, source=folder, layers=layers)
+
+
+def _peft_config(file: Path) -> dict[str, Any]:
+    """Read ``adapter_config.json``, and refuse variants of LoRA that are not supported."""
+    config = read_json(file, plain=True)
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise FileError(file, "is no LoRA adapter of PEFT: peft_type is not 'LORA'")
+    for setting in _OTHER_VARIANTS:
+        if config.get(setting):
+            raise FileError(
+                file, f"has {setting}={config[setting]!r}, a variant of LoRA that is not read"
+            )
+    start = config.get("init_lora_weights", True)
+    if start not in (*_STARTS, *_PLAIN_STARTS):
+        raise FileError(
+            file,
+            f"has init_lora_weights={start!r}, which changed the weights of the model; convert the adapter with "
+            "save_pretrained(path_initial_model_for_weight_conversion=...) of PEFT",
+        )
+    return config
 
 
 def _tensors(file: Path) -> dict[str, Array]:
@@ -254,7 +274,10 @@ def _tensors(file: Path) -> dict[str, Array]:
         raise FileError(file, f"cannot be read: {error}") from error
 
 
-def _layers(file: Path, tensors: Mapping[str, Array], scaling: Any) -> Adapter:
+def _layers(
+    file: Path, tensors: Mapping[str, Array], scaling: Callable[[str, int], float | None]
+) -> Adapter:
+    """Group the tensors of an adapter by module; ``scaling`` maps a module path and a rank to the scaling."""
     factors: dict[str, dict[str, Array]] = {}
     embeddings, parameters = set[str](), {}
     for name, array in tensors.items():
@@ -267,25 +290,36 @@ def _layers(file: Path, tensors: Mapping[str, Array], scaling: Any) -> Adapter:
             embeddings |= {path} if match[2] else set()
         elif not _COPIES.search(plain):
             parameters[plain.replace(".base_layer.", ".")] = array
-    layers = {}
-    for path, parts in sorted(factors.items(), key=lambda item: tags.path_order(item[0])):
-        a, b, magnitude = parts.get("A"), parts.get("B"), parts.get("magnitude")
-        if a is None or b is None or not _fit(a, b):
-            raise FileError(file, f"has no two factors of one rank for module {path!r}")
-        if magnitude is not None and magnitude.size != b.shape[0]:
-            raise FileError(
-                file,
-                f"has {magnitude.size} DoRA magnitudes for module {path!r}, of {b.shape[0]} outputs",
-            )
-        kind = "embedding" if path in embeddings else "linear" if a.ndim == 2 else "convolution"
-        layers[path] = LowRank(a, b, scaling(path, a.shape[0]), kind, magnitude)
-    if not layers:
+    if not factors:
         raise FileError(file, "has no LoRA factors")
+    layers = {}
+    for path in sorted(factors, key=tags.path_order):
+        a, b, magnitude = _checked_factors(file, path, factors[path])
+        if path in embeddings:
+            kind = "embedding"
+        else:
+            kind = "linear" if a.ndim == 2 else "convolution"
+        layers[path] = LowRank(a, b, scaling(path, a.shape[0]), kind, magnitude)
     return Adapter(file, layers, parameters)
 
 
+def _checked_factors(
+    file: Path, path: str, parts: Mapping[str, Array]
+) -> tuple[Array, Array, Array | None]:
+    """Factors A and B of a module and its DoRA magnitude; `FileError` if their shapes do not fit."""
+    a, b, magnitude = parts.get("A"), parts.get("B"), parts.get("magnitude")
+    if a is None or b is None or not _fit(a, b):
+        raise FileError(file, f"has no two factors of one rank for module {path!r}")
+    if magnitude is not None and magnitude.size != b.shape[0]:
+        raise FileError(
+            file,
+            f"has {magnitude.size} DoRA magnitudes for module {path!r}, of {b.shape[0]} outputs",
+        )
+    return a, b, magnitude
+
+
 def _fit(a: Array, b: Array) -> bool:
-    """Whether two factors are those of one layer: linear, or a convolution of up to three dimensions."""
+    """Whether two factors belong to one layer: linear, or a convolution of up to three dimensions."""
     return (
         2 <= a.ndim == b.ndim <= 5
         and a.shape[0] == b.shape[1]
@@ -295,10 +329,10 @@ def _fit(a: Array, b: Array) -> bool:
 
 @dataclass(frozen=True)
 class _Alphas:
-    """The factors of products by module, as PEFT's config has them.
+    """``lora_alpha`` by module, from PEFT's config.
 
-    ``patterns`` are expressions for ends of module paths and their factors; the first one that
-    matches holds, and ``common`` for other modules.
+    ``patterns`` are regular expressions for ends of module paths, each with its alpha. The first
+    one that matches applies, and ``common`` to other modules.
     """
 
     file: Path
@@ -307,27 +341,27 @@ class _Alphas:
     uses_root: bool
 
     def scaling(self, path: str, rank: int) -> float:
-        """``lora_alpha`` over the rank, or over its root with ``use_rslora``; as PEFT computes it for a module."""
+        """``lora_alpha`` over the rank, or over its square root with ``use_rslora``, as in PEFT."""
         try:
-            found = next(
-                (alpha for pattern, alpha in self.patterns if pattern.match(path)), self.common
-            )
+            matching = (alpha for pattern, alpha in self.patterns if pattern.match(path))
+            alpha = next(matching, self.common)
         except ValueError as error:
             raise FileError(
                 self.file, f"cannot be used for module {path!r}: alpha_pattern: {error}"
             ) from error
-        if not isinstance(found, int | float) or not math.isfinite(found) or rank < 1:
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha) or rank < 1:
             raise FileError(self.file, f"has no lora_alpha for module {path!r}")
-        return float(found) / (math.sqrt(rank) if self.uses_root else rank)
+        return float(alpha) / (math.sqrt(rank) if self.uses_root else rank)
 
 
 def _alphas(file: Path, config: Mapping[str, Any]) -> _Alphas:
-    written, patterns = config.get("alpha_pattern") or {}, list[tuple[Pattern, Any]]()
-    if not isinstance(written, dict):
+    """Read ``lora_alpha``, ``alpha_pattern`` and ``use_rslora`` of a config."""
+    alpha_pattern, patterns = config.get("alpha_pattern") or {}, list[tuple[Pattern, Any]]()
+    if not isinstance(alpha_pattern, dict):
         raise FileError(file, "has an alpha_pattern that is no JSON object of patterns and numbers")
-    for key, alpha in written.items():
+    for key, alpha in alpha_pattern.items():
         try:
-            # as peft.utils.other.get_pattern_key has it
+            # The expression of peft.utils.other.get_pattern_key.
             patterns.append((Pattern(rf"(.*\.)?({key})$"), alpha))
         except ValueError as error:
             raise FileError(

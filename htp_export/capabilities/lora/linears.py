@@ -1,4 +1,4 @@
-"""Linear layers of a graph: what goes in and comes out, whatever operators they became, and which take adapters."""
+"""Linear layers of a graph, for any operators that they were exported to, and layers with LoRA inputs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from htp_export.weights.products import LINEAR
 class Linear:
     """One call of a linear layer: ``x``, of the shape (..., inputs), becomes ``y``, of the shape (..., outputs).
 
-    ``y`` is with the bias or before it is added; behind the quantization of the layer's result,
-    whose range knows nothing of an adapter.
+    ``y`` may be before or after the bias. It is after the quantization of the layer's result,
+    because that range was calibrated without an adapter.
     """
 
     path: str
@@ -34,45 +34,51 @@ class Linear:
 
 
 class NotLinearError(InputError):
-    """A module multiplies with constant matrices in another way than a linear layer does."""
+    """A module has products with constant matrices, but is not one linear layer."""
 
 
 def linear_paths(tagged: TaggedModel) -> list[str]:
-    """The modules that multiply what they are given with a constant matrix, in the order of the tree.
+    """Modules that multiply an input by a constant matrix, in the order of the module tree.
 
-    If the file says which parameters modules have, only those that have a matrix.
+    If the file records the parameters of modules, a module without a matrix is left out.
     """
     works = tagged.index.works
-    owners = {
-        path for node in tagged.nodes if _is_product(tagged, node) for path in works[node].doing
-    }
+    owners: set[str] = set()
+    for node in tagged.nodes:
+        if _is_product(tagged, node):
+            owners.update(works[node].doing)
     if tagged.parameters is not None:
-        shapes = {path: held.shapes.values() for path, held in tagged.parameters.items()}
-        owners = {path for path in owners if any(len(shape) == 2 for shape in shapes.get(path, ()))}
+        with_matrix = set()
+        for path, held in tagged.parameters.items():
+            if any(len(shape) == 2 for shape in held.shapes.values()):
+                with_matrix.add(path)
+        owners &= with_matrix
     return [path for path in tagged if path in owners]
 
 
 def linears_of(tagged: TaggedModel, path: str) -> list[Linear]:
-    """The calls of a linear layer that the model computes.
+    """Calls of a linear layer that the graph computes.
 
-    An `InputError` if the module is merged with its neighbours; a `NotLinearError` if it is no
-    single layer.
+    Raises:
+        InputError: The module is merged with its neighbours.
+        NotLinearError: The module is not one linear layer.
     """
     calls = tagged[path].calls
-    regions = {call: tagged[path].call(call) for call in range(calls)} if calls > 1 else {}
-    # others gave what nothing reads
-    computed = {call: region for call, region in regions.items() if region.nodes}
-    return [
-        _linear(tagged, path, region, call)
-        for call, region in (computed or {0: tagged[path]}).items()
-    ]
+    regions: dict[int, Region] = {}
+    for call in range(calls) if calls > 1 else ():
+        region = tagged[path].call(call)
+        # A call without nodes was removed: nothing consumed its result.
+        if region.nodes:
+            regions[call] = region
+    regions = regions or {0: tagged[path]}
+    return [_linear(tagged, path, region, call) for call, region in regions.items()]
 
 
 def lora_layers(tagged: TaggedModel) -> dict[str, float]:
-    """Module path → the factor by which its low-rank product is multiplied, for the layers that `lora.insert` made.
+    """Module path → scaling of its low-rank product, for the layers that `lora.insert` added.
 
-    If the metadata is not what the file format says, or names what the graph does not have:
-    `InputError`.
+    Raises:
+        InputError: The metadata is malformed, or names modules or inputs that the graph lacks.
     """
     try:
         layers = read_lora(tagged.model.metadata_props)
@@ -86,26 +92,25 @@ def lora_layers(tagged: TaggedModel) -> dict[str, float]:
 
 
 def factor_inputs(graph: ir.Graph, path: str) -> list[ir.Value]:
-    """The two inputs that `lora.insert` made for a module; `InputError` if the graph does not have them."""
-    given = {value.name: value for value in graph.inputs}
+    """The two graph inputs that `lora.insert` added for a module; `InputError` if the graph lacks one."""
+    graph_inputs = {value.name: value for value in graph.inputs}
     names = [factor_name(path, factor) for factor in FACTORS]
     for name in names:
-        if name not in given:
+        if name not in graph_inputs:
             raise InputError(
                 f"{tags.LORA} names module {path!r}, and the graph has no input {name!r}"
             )
-    return [given[name] for name in names]
+    return [graph_inputs[name] for name in names]
 
 
 def _is_product(tagged: TaggedModel, node: ir.Node) -> bool:
-    if (
-        operator_of(node) not in LINEAR
-        or len(node.inputs) < 2
-        or node.inputs[0] is None
-        or node.inputs[1] is None
-    ):
+    """Whether a node multiplies a computed tensor by a constant one."""
+    if operator_of(node) not in LINEAR or len(node.inputs) < 2:
         return False
-    return not _is_constant(tagged, node.inputs[0]) and _is_constant(tagged, node.inputs[1])
+    x, weight = node.inputs[:2]
+    if x is None or weight is None:
+        return False
+    return not _is_constant(tagged, x) and _is_constant(tagged, weight)
 
 
 def _is_constant(tagged: TaggedModel, value: ir.Value) -> bool:
@@ -130,16 +135,13 @@ def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear
         )
     x, y = product.inputs[0], product.outputs[0]
     assert x is not None
-    # layers were merged: that of this one begins behind the product
+    # Layers were merged into one product: this layer's own result is computed after it.
     if tagged.index.works[product].doing != (path,):
         y = _result(tagged, path, region, call)
     y = _behind_quantization(tagged, path, y)
-    inputs, outputs = (
-        shape[-1] if (shape := tagged.inferred.shape(value)) else None for value in (x, y)
-    )
-    if product.attributes.get_int("transA", 0) or tagged.inferred.rank(x) != tagged.inferred.rank(
-        y
-    ):
+    inputs, outputs = _last_size(tagged, x), _last_size(tagged, y)
+    same_rank = tagged.inferred.rank(x) == tagged.inferred.rank(y)
+    if product.attributes.get_int("transA", 0) or not same_rank:
         how = f"{product.op_type} {product.name!r} does not multiply the last dimension by a matrix"
         raise NotLinearError(f"module {path!r} is no linear layer: {how}")
     if not isinstance(inputs, int) or not isinstance(outputs, int):
@@ -147,49 +149,67 @@ def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear
     return Linear(path, call, product, x, y, inputs, outputs)
 
 
+def _last_size(tagged: TaggedModel, value: ir.Value) -> object:
+    """The size of the last dimension: an int if it is a number, None if the shape is not known."""
+    shape = tagged.inferred.shape(value)
+    return shape[-1] if shape else None
+
+
 def unquantized(value: ir.Value) -> ir.Value:
-    """What a tensor was before it was quantized and dequantized; else the tensor itself."""
-    before: ir.Value | None = value
-    for op_type in ("DequantizeLinear", "QuantizeLinear"):
-        node = before.producer() if before is not None else None
-        before = node.inputs[0] if node is not None and node.op_type == op_type else None
-    return before or value
+    """The tensor before a QuantizeLinear and DequantizeLinear pair; ``value`` itself without one."""
+    dequantize = value.producer()
+    if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        return value
+    levels = dequantize.inputs[0]
+    quantize = levels.producer() if levels is not None else None
+    if quantize is None or quantize.op_type != "QuantizeLinear":
+        return value
+    return quantize.inputs[0] or value
 
 
 def _behind_quantization(tagged: TaggedModel, path: str, y: ir.Value) -> ir.Value:
-    """The last tensor that is ``y``, quantized and dequantized, possibly with the bias of the module."""
-    add = None
-    if (first := _dequantized(y)) is not None:
-        add = only_consumer(first, "Add")
-    elif (add := only_consumer(y, "Add")) is None:
-        return y
-    end = first or y
+    """The layer's result after its QuantizeLinear and DequantizeLinear pairs.
+
+    Tools quantize a product, its sum with the bias, or both. The bias is passed only if a pair
+    follows it; otherwise the result before the bias is returned.
+    """
+    product = _dequantized(y) or y
+    add = only_consumer(product, "Add")
     if add is None or tagged.owners_of(add) != (path,):
-        return end
+        return product
     has_bias = any(value is not None and _is_constant(tagged, value) for value in add.inputs)
-    return (_dequantized(add.outputs[0]) if has_bias else None) or end
+    if not has_bias:
+        return product
+    return _dequantized(add.outputs[0]) or product
 
 
 def _dequantized(value: ir.Value) -> ir.Value | None:
+    """The output of the pair that alone consumes a tensor: QuantizeLinear, then DequantizeLinear."""
     quantize = only_consumer(value)
-    dequantize = (
-        only_consumer(quantize.outputs[0]) if quantize is not None and quantizes(quantize) else None
-    )
-    return dequantize.outputs[0] if dequantize is not None and dequantizes(dequantize) else None
+    if quantize is None or not quantizes(quantize):
+        return None
+    dequantize = only_consumer(quantize.outputs[0])
+    if dequantize is None or not dequantizes(dequantize):
+        return None
+    return dequantize.outputs[0]
 
 
 def _result(tagged: TaggedModel, path: str, region: Region, call: int) -> ir.Value:
-    """The result of a module, which it alone computes."""
+    """The result of a module whose producer belongs to this module alone."""
     if not tagged.hierarchy[path].fate.is_exact:
         raise InputError(
             f"module {path!r} is {tagged.hierarchy[path].fate}: its result is not in the graph by itself"
         )
     signature = tagged.signature(path, call)
-    named = [tagged.values.get(name or "") for name in signature.outputs] if signature else []
-    results = [value for value in named if value is not None] or region.outputs
+    results: list[ir.Value] = []
+    for name in signature.outputs if signature else ():
+        value = tagged.values.get(name or "")
+        if value is not None:
+            results.append(value)
+    results = results or list(region.outputs)
     producer = results[0].producer() if len(results) == 1 else None
     if producer is None:
-        raise InputError(f"module {path!r} is no linear layer: it gives {len(results)} tensors")
+        raise InputError(f"module {path!r} is no linear layer: it returns {len(results)} tensors")
     owners = tagged.index.works[producer].doing
     if owners != (path,):
         listed = ", ".join(map(repr, owners))

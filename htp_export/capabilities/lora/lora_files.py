@@ -1,4 +1,4 @@
-"""`lora.adapter` and `lora.fuse`: adapters for a model that takes them, or added to its weights."""
+"""`lora.adapter` converts an adapter for a model with LoRA inputs; `lora.fuse` adds one to the weights."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class LoraAdapter(Result):
     """The result of `htp_export.lora.adapter`.
 
     Attributes:
-        file: The file that was written; None if there is none.
+        file: The written file; None without one.
         ranks: Module path → rank of its factors.
-        arrays: Name of an input of the model → factor, to be given to a run by hand.
+        arrays: Name of an input of the model → factor, to pass to a run by hand.
     """
 
     file: Path | None
@@ -66,8 +66,8 @@ class FusedLora(TaggedResult):
     """The result of `htp_export.lora.fuse`.
 
     Attributes:
-        ranks: Module path → rank of what was added to its weight.
-        parameters: The parameters that were replaced as a whole: biases, and those of
+        ranks: Module path → rank of the product that was added to its weight.
+        parameters: Parameters that were replaced as a whole: biases, and parameters of
             ``modules_to_save``.
         model: The model.
     """
@@ -83,7 +83,7 @@ class FusedLora(TaggedResult):
         return f"an adapter is added to the weights of {len(self.ranks)} layers{replaced}"
 
     def tag_lines(self) -> tuple[str, ...]:
-        """Nothing: the tags are as they were."""
+        """No lines: the tags are unchanged."""
         return ()
 
 
@@ -93,12 +93,12 @@ def adapter(
     adapter: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
 ) -> LoraAdapter:
-    """Convert an adapter of PEFT for a model that `lora.insert` made.
+    """Convert an adapter of PEFT for a model with the inputs of `lora.insert`.
 
-    The file is of ONNX Runtime's adapter format. ``onnxruntime.LoraAdapter().Load(file)`` reads it,
-    and ``RunOptions.add_active_adapter`` chooses it for a run. Layers that the adapter does not
-    name stay as they are. If its factor (``lora_alpha`` over the rank) is not that of the model,
-    ``lora_B`` is scaled.
+    The file has ONNX Runtime's adapter format. ``onnxruntime.LoraAdapter().Load(file)`` loads it,
+    and ``RunOptions.add_active_adapter`` selects it for a run. Layers that the adapter does not
+    name are unchanged. If its scaling (``lora_alpha`` over the rank) differs from that of the
+    model, ``lora_B`` is multiplied by the ratio.
 
     Thread-safe, also for calls on the same model.
 
@@ -112,8 +112,7 @@ def adapter(
         The factors, under the names of the inputs of the model.
 
     Raises:
-        InputError: The model takes no adapters, or the adapter names modules or sizes that it does
-            not have.
+        InputError: The model has no inputs for adapters, or lacks modules or sizes of the adapter.
         FileError: A file cannot be read or written; existing files are unchanged.
 
     Examples:
@@ -127,20 +126,23 @@ def adapter(
     """
     check_target(output, Kind.ADAPTER, files_of(adapter))
     tagged = load(model)
-    known = lora_layers(tagged)
-    if not known:
+    scalings = lora_layers(tagged)
+    if not scalings:
         raise InputError(
-            "the model takes no adapters; lora.insert gives its linear layers inputs for them"
+            "the model takes no adapters; lora.insert adds inputs for them to its linear layers"
         )
     read = read_adapter(adapter)
     require_switchable(read)
+    by_path = placed(read.source, read.layers, scalings, "layers that take adapters")
     layers = {}
-    for path, layer in placed(read.source, read.layers, known, "layers that take adapters").items():
+    for path, layer in by_path.items():
         a, b = factor_inputs(tagged.model.graph, path)
         check_sizes(read.source, path, layer, [_size(b, 0), _size(a, 1)])
         dtype = (a.dtype or ir.DataType.FLOAT).numpy()
-        ratio = 1.0 if layer.scaling is None else layer.scaling / known[path]
-        scaled = layer.b if ratio == 1 else layer.b.astype(np.float32) * np.float32(ratio)
+        scaled = layer.b
+        if layer.scaling is not None and layer.scaling != scalings[path]:
+            ratio = layer.scaling / scalings[path]
+            scaled = layer.b.astype(np.float32) * np.float32(ratio)
         layers[path] = LowRank(layer.a.astype(dtype), scaled.astype(dtype))
     if output is not None:
         write_adapter(layers, Path(output))
@@ -156,14 +158,13 @@ def fuse(
 ) -> FusedLora:
     """Add an adapter to the weights of a model, as PEFT's ``merge_and_unload`` does.
 
-    Linear layers, convolutions and embeddings take LoRA and DoRA; trained biases and
-    ``modules_to_save`` replace what is stored. All but LoRA of linear layers needs PEFT (``pip
-    install "htp-export[lora]"``). A weight that other modules read, as of tied embeddings, is
-    copied: these keep theirs.
+    LoRA and DoRA of linear layers, convolutions and embeddings are supported. Trained biases and
+    ``modules_to_save`` replace the stored tensors. All but LoRA of linear layers needs PEFT (``pip
+    install "htp-export[lora]"``). A weight that other modules share, such as a tied embedding, is
+    copied first, so that the other modules keep the old weight.
 
-    The layers that `lora.insert` made are removed, so that the model has its original nodes again.
-    It may also be a model without them. New weights are computed when they are written, one at a
-    time.
+    The nodes and inputs of `lora.insert`, if there are any, are removed, so that the model has its
+    original nodes again. New weights are computed when they are written, one at a time.
 
     Thread-safe, also for calls on the same model.
 
@@ -171,15 +172,15 @@ def fuse(
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
             not changed.
         adapter: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``; or, for a
-            model with the layers of `lora.insert`, a file of ONNX Runtime's adapter format.
+            model with the inputs of `lora.insert`, a file of ONNX Runtime's adapter format.
         output: The file to write.
 
     Returns:
         The model, and the layers that were changed.
 
     Raises:
-        InputError: The adapter names modules or sizes that the model does not have, or a weight is
-            quantized, or merged with others, or PEFT is needed and not installed.
+        InputError: The model lacks modules or sizes of the adapter, or a weight is quantized, or
+            merged with others, or PEFT is needed and not installed.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -201,18 +202,17 @@ def fuse(
     inserted = lora_layers(tagged)
     if inserted:
         tagged = _without_lora(tagged, inserted)
-    # PEFT saves embeddings beside what is added to them
+    # Parameters first: PEFT may save an embedding as a whole, and also factors to add to it.
     parameters = replace_parameters(tagged, adapter_read)
     layers = add_to_weights(tagged, adapter_read, inserted)
     if output is not None:
         write_model(tagged.model, output, True if external else None)
-    return FusedLora(
-        {path: layer.a.shape[0] for path, layer in layers.items()}, parameters, model=tagged.model
-    )
+    ranks = {path: layer.a.shape[0] for path, layer in layers.items()}
+    return FusedLora(ranks, parameters, model=tagged.model)
 
 
 def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedModel:
-    """Take all LoRA layers out of a model, with their modules."""
+    """Remove all LoRA layers from a model, with their modules."""
     with Edit(tagged) as edit:
         for path in layers:
             _remove(edit, path)
@@ -222,25 +222,27 @@ def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedMod
 
 
 def _remove(edit: Edit, path: str) -> None:
-    """Take the LoRA layer of a module out of a graph; the module's results keep their names.
+    """Remove the LoRA layer of a module from a graph; the module's results keep their names.
 
-    If the graph no longer has the nodes that `lora.insert` made, as after an optimizer, that is an
-    `InputError`.
+    Raises:
+        InputError: The graph lacks the nodes of `lora.insert`, as after an optimizer.
     """
     graph = edit.graph
     factors = factor_inputs(graph, path)
-    made = _derived(factors[0])
-    joins = [
-        node
-        for node in made
-        if node.op_type == "Add" and any(_not_among(value, made) for value in node.inputs)
-    ]
-    if not joins:
+    lora_nodes = _derived(factors[0])
+    # Sum of a layer's result and its product → the layer's result.
+    bases: dict[ir.Node, ir.Value] = {}
+    for node in lora_nodes:
+        if node.op_type != "Add":
+            continue
+        for value in node.inputs:
+            if value is not None and value.producer() not in lora_nodes:
+                bases[node] = value
+    if not bases:
         raise InputError(
             f"module {path!r}: the nodes of its LoRA layer were changed by another tool"
         )
-    for join in joins:
-        [base] = [value for value in join.inputs if value is not None and _not_among(value, made)]
+    for join, base in bases.items():
         edit.replace_uses(join.outputs[0], base)
         remove_unused(join.outputs)
     for factor in factors:
@@ -251,20 +253,16 @@ def _remove(edit: Edit, path: str) -> None:
 
 
 def _derived(value: ir.Value) -> dict[ir.Node, None]:
-    """The nodes that depend on a factor, up to the additions of what does not."""
-    found: dict[ir.Node, None] = {}
+    """Nodes that depend on a factor, up to and including the Add nodes that end the LoRA layer."""
+    nodes: dict[ir.Node, None] = {}
     waiting = [value]
     while waiting:
         for use in waiting.pop().uses():
-            if use.node not in found:
-                found[use.node] = None
+            if use.node not in nodes:
+                nodes[use.node] = None
                 if use.node.op_type != "Add":
                     waiting += use.node.outputs
-    return found
-
-
-def _not_among(value: ir.Value | None, nodes: Mapping[ir.Node, None]) -> bool:
-    return value is not None and value.producer() not in nodes
+    return nodes
 
 
 def _size(value: ir.Value, axis: int) -> int | None:

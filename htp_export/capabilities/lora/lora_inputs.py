@@ -1,4 +1,4 @@
-"""`lora.insert`: inputs for low-rank adapters in the linear layers of a model."""
+"""`lora.insert`: model inputs for low-rank adapters of linear layers."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _CLASS = "torch.nn.modules.linear.Linear"
 
 @dataclass(frozen=True)
 class LoraLayer:
-    """A linear layer that takes adapters.
+    """A linear layer that accepts adapters.
 
     Attributes:
         path: The module.
-        inputs: Size of what it takes.
-        outputs: Size of what it gives.
+        inputs: Number of input features.
+        outputs: Number of output features.
         calls: How often it runs.
         names: The names of the two inputs of the model.
     """
@@ -75,9 +75,9 @@ class InsertedLora(TaggedResult, ModuleTable):
     """The result of `htp_export.lora.insert`.
 
     Attributes:
-        modules: Module path → the layer, for every linear layer that takes adapters now.
-        scaling: The factor by which the low-rank products are multiplied: ``alpha / rank``.
-        ranges: How many activations behind these layers are no longer quantized.
+        modules: Module path → layer, for every linear layer that accepts adapters now.
+        scaling: The factor of the low-rank products: ``alpha / rank``.
+        ranges: Number of activations after these layers that are no longer quantized.
         model: The model.
     """
 
@@ -94,7 +94,7 @@ class InsertedLora(TaggedResult, ModuleTable):
         taken = f"{len(self.modules)} linear layers take adapters; "
         if self.ranges:
             return taken + f"{self.ranges} activations behind them are no longer quantized"
-        return taken + "without one, the model computes what it did before"
+        return taken + "without one, the results are unchanged"
 
 
 @names_model_faults("model")
@@ -107,34 +107,34 @@ def insert(
     alpha: float | None = None,
     required: bool = False,
 ) -> InsertedLora:
-    """Give linear layers inputs for LoRA adapters, so that one file serves many of them.
+    """Insert inputs for LoRA adapters into linear layers, so that one file serves many adapters.
 
     Each layer gets two inputs, named and laid out as in a PEFT checkpoint: ``<module
     path>.lora_A.weight`` of the shape (rank, inputs) and ``<module path>.lora_B.weight`` of the
-    shape (outputs, rank). They are optional: their default has the rank 0, so that the model
-    computes what it did before. The rank of what is given may be any. Files of ONNX Runtime's
-    adapter format, as `lora.adapter` writes them, set all of them at once. Weights and biases stay.
-    In a model whose activations are quantized (QDQ), those behind such a layer are not any longer:
-    their ranges were calibrated without an adapter, and would clip what it changes.
+    shape (outputs, rank). They are optional: their default has the rank 0, so that the results
+    stay as they were. A run accepts factors of any rank. Files of ONNX Runtime's adapter format, as
+    `lora.adapter` writes them, set all inputs at once. Weights and biases stay. If activations are
+    quantized (QDQ), the activations after such a layer become floating point: their ranges were
+    calibrated without an adapter, and would clip its changes.
 
     Thread-safe, also for calls on the same model.
 
     Args:
         model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
             not changed.
-        select: A selector of modules: all linear layers at or below them, and those that they call.
+        select: A selector of modules: all linear layers at or below them, or called by them.
         output: The file to write.
         rank: The rank of the adapters, for the factor ``alpha / rank``.
         alpha: PEFT's ``lora_alpha``; None for ``rank``, which is the factor 1.
-        required: Without defaults, for runtimes that give no optional inputs, as ONNX Runtime's for
-            JavaScript: every run has to be given factors, of the rank 0 where there is no adapter.
+        required: Insert inputs without defaults, for runtimes without optional inputs, as ONNX
+            Runtime for JavaScript: every run has to pass factors, of rank 0 without an adapter.
 
     Returns:
-        The model, and its layers that take adapters.
+        The model, and its layers that accept adapters.
 
     Raises:
-        SelectorError: The selector cannot be read or matches no module.
-        InputError: There is no linear layer, or one is merged with its neighbours, or takes
+        SelectorError: The selector cannot be parsed or matches no module.
+        InputError: There is no linear layer, or one is merged with its neighbours, or accepts
             adapters already.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
@@ -150,9 +150,9 @@ def insert(
     check_target(output)
     scaling = scaling_of(rank, alpha)
     tagged = read_for_change(model)
-    known = lora_layers(tagged)
+    earlier = lora_layers(tagged)
     linears = _chosen(tagged, select)
-    if again := [path for path in linears if path in known]:
+    if again := [path for path in linears if path in earlier]:
         raise InputError(f"module {again[0]!r} takes adapters already")
     results = {linear.y for calls in linears.values() for linear in calls}
     with Edit(tagged) as edit:
@@ -161,7 +161,8 @@ def insert(
         for path in counted(list(linears), "layers"):
             insertion.add(path, linears[path])
         ranges = insertion.release()
-    write_lora(tagged.model.metadata_props, {**known, **dict.fromkeys(linears, scaling)})
+    write_lora(tagged.model.metadata_props, {**earlier, **dict.fromkeys(linears, scaling)})
+    # The first version with metadata_props of nodes, which contain the tags.
     tagged.model.ir_version = max(tagged.model.ir_version, 10)
     if output is not None:
         write_model(tagged.model, output)
@@ -173,7 +174,7 @@ def insert(
 
 
 def scaling_of(rank: int, alpha: float | None) -> float:
-    """The factor of the product of an adapter; `InputError` if it cannot be one.
+    """The factor of an adapter's product, ``alpha / rank``; `InputError` for other than positive numbers.
 
     Examples:
         >>> scaling_of(8, 16), scaling_of(8, None)
@@ -181,18 +182,24 @@ def scaling_of(rank: int, alpha: float | None) -> float:
     """
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise InputError(f"rank {rank!r}: it is a whole number, 1 or more")
-    if alpha is not None and not (
-        isinstance(alpha, int | float) and np.isfinite(alpha) and alpha > 0
-    ):
+    if alpha is None:
+        return 1.0
+    if not isinstance(alpha, int | float) or not np.isfinite(alpha) or alpha <= 0:
         raise InputError(f"alpha {alpha!r}: it is a number above 0")
-    return 1.0 if alpha is None else float(alpha) / rank
+    return float(alpha) / rank
 
 
 def _chosen(tagged: TaggedModel, select: str | Sequence[str]) -> dict[str, list[Linear]]:
-    """The linear layers among modules; without any, an `InputError` says why the first one with a product is none."""
-    wanted, problem = set(modules_within(tagged, select)), None
+    """Linear layers among the selected modules.
+
+    Raises:
+        InputError: There are none; if a module has products, the reason why it is no linear layer.
+    """
+    selected, problem = set(modules_within(tagged, select)), None
     linears: dict[str, list[Linear]] = {}
-    for path in filter(wanted.__contains__, linear_paths(tagged)):
+    for path in linear_paths(tagged):
+        if path not in selected:
+            continue
         try:
             linears[path] = linears_of(tagged, path)
         except NotLinearError as error:
@@ -209,7 +216,7 @@ def _input_names(path: str) -> tuple[str, ...]:
 
 
 def _modules(path: str, calls: Sequence[Linear]) -> list[ModuleInfo]:
-    """The modules of the two factors of a layer."""
+    """Modules of the two factors of a layer."""
     return [
         ModuleInfo(factor_module(path, factor), _CLASS, len(calls), synthetic=True)
         for factor in FACTORS
@@ -217,14 +224,15 @@ def _modules(path: str, calls: Sequence[Linear]) -> list[ModuleInfo]:
 
 
 class _Insertion:
-    """Puts low-rank products beside linear layers of a model, in place; ``results`` are the results of these layers."""
+    """Adds low-rank products to the results of linear layers, in place; ``results`` are these results."""
 
     def __init__(
         self, edit: Edit, scaling: float, results: Container[ir.Value], required: bool
     ) -> None:
-        self._edit, self._scaling, self._given, self._required = edit, scaling, results, required
+        self._edit, self._scaling, self._required = edit, scaling, required
+        self._layer_results = results
         self._factors: dict[ir.DataType, ir.Value] = {}
-        self._results: dict[ir.Value, ir.Value] = {}  # result of a layer → the sum in its place
+        self._sums: dict[ir.Value, ir.Value] = {}  # result of a layer → sum that replaces it
 
     def add(self, path: str, calls: Sequence[Linear]) -> None:
         """Insert the products of the calls of one layer."""
@@ -234,14 +242,17 @@ class _Insertion:
         steps = [self._product(path, linear, factors, dtype) for linear in calls]
         if not self._edit.signatures:
             return
-        for at, factor in enumerate(FACTORS):
-            self._edit.signatures[factor_module(path, factor)] = [
-                Signature({"x": values[at].name}, (values[at + 1].name,)) for values in steps
-            ]
+        for position, factor in enumerate(FACTORS):
+            signatures = []
+            for values in steps:
+                x, result = values[position], values[position + 1]
+                signatures.append(Signature({"x": x.name}, (result.name,)))
+            self._edit.signatures[factor_module(path, factor)] = signatures
 
     def _input(
         self, path: str, factor: str, shape: tuple[int, int], dtype: ir.DataType
     ) -> ir.Value:
+        """Add the graph input of a factor; a size 0 in ``shape`` is the open rank."""
         name = factor_name(path, factor)
         if self._edit.names.tensors.unused(name) != name:
             raise InputError(f"the model has a tensor {name!r} already")
@@ -257,46 +268,56 @@ class _Insertion:
     def _product(
         self, path: str, linear: Linear, factors: Mapping[str, ir.Value], dtype: ir.DataType
     ) -> list[ir.Value]:
-        """Add the product for one call.
+        """Insert the product for one call.
 
         Returns:
             Its input, the tensor between the factors, and its result.
         """
         base, uses = linear.y, list(linear.y.uses())
-        x = self._results.get(
-            linear.x, linear.x if linear.x in self._given else unquantized(linear.x)
-        )
+        x = self._input_of(linear)
         nodes: list[ir.Node] = []
 
-        def made(
+        def add_node(
             op: str,
             inputs: Sequence[ir.Value],
             owner: str,
             like: ir.Value | None = None,
-            **facts: Any,
+            **attributes: Any,
         ) -> ir.Value:
-            name = f"{base.name}_{owner.rpartition('.')[2] if owner != path else 'lora'}_{op}"
-            nodes.append(self._edit.node(op, inputs, Instance(owner, linear.call), name, facts))
-            result = nodes[-1].outputs[0]
+            suffix = "lora" if owner == path else owner.rpartition(".")[2]
+            name = f"{base.name}_{suffix}_{op}"
+            node = self._edit.node(op, inputs, Instance(owner, linear.call), name, attributes)
+            nodes.append(node)
+            result = node.outputs[0]
             result.name, result.type = self._edit.names.tensors.unused(name), ir.TensorType(dtype)
             result.shape = None if like is None else like.shape
             return result
 
-        first, second = (factor_module(path, factor) for factor in FACTORS)
-        down = made("MatMul", [x, made("Transpose", [factors["A"]], first, perm=[1, 0])], first)
-        up = made(
-            "MatMul", [down, made("Transpose", [factors["B"]], second, perm=[1, 0])], second, base
-        )
-        scaled = up if self._scaling == 1 else made("Mul", [up, self._factor(dtype)], path, base)
-        result = made("Add", [base, scaled], path, base)
+        # y + scaling * (x @ A.T) @ B.T
+        a_module, b_module = (factor_module(path, factor) for factor in FACTORS)
+        a_transposed = add_node("Transpose", [factors["A"]], a_module, perm=[1, 0])
+        down = add_node("MatMul", [x, a_transposed], a_module)
+        b_transposed = add_node("Transpose", [factors["B"]], b_module, perm=[1, 0])
+        up = add_node("MatMul", [down, b_transposed], b_module, base)
+        scaled = up
+        if self._scaling != 1:
+            scaled = add_node("Mul", [up, self._scaling_constant(dtype)], path, base)
+        result = add_node("Add", [base, scaled], path, base)
         producer = base.producer()
         assert producer is not None
         self._edit.graph.insert_after(producer, nodes)
         self._edit.replace_uses(base, result, uses, rest=f"{base.name}_base")
-        self._results[base] = result
+        self._sums[base] = result
         return [x, down, up]
 
-    def _factor(self, dtype: ir.DataType) -> ir.Value:
+    def _input_of(self, linear: Linear) -> ir.Value:
+        """The input of the product: in floating point, and with the product of the layer before."""
+        if linear.x in self._sums:
+            return self._sums[linear.x]
+        return linear.x if linear.x in self._layer_results else unquantized(linear.x)
+
+    def _scaling_constant(self, dtype: ir.DataType) -> ir.Value:
+        """The initializer with the scaling, one for each type."""
         if dtype not in self._factors:
             name = self._edit.names.tensors.unused("lora_scaling")
             tensor = ir.Tensor(np.array(self._scaling, dtype.numpy()), dtype=dtype, name=name)
@@ -307,18 +328,20 @@ class _Insertion:
         """Remove the quantization of activations that adapters change.
 
         Returns:
-            The number of pairs that were removed.
+            The number of removed pairs.
         """
-        calls = [call for each in self._edit.tagged.signatures.values() for call in each]
-        named = {name for call in calls for name in (*call.inputs.values(), *call.outputs) if name}
-        return release_ranges(self._edit.graph, self._results.values(), named)
+        named: set[str] = set()
+        for signatures in self._edit.tagged.signatures.values():
+            for call in signatures:
+                named.update(filter(None, (*call.inputs.values(), *call.outputs)))
+        return release_ranges(self._edit.graph, self._sums.values(), named)
 
 
 def release_ranges(graph: ir.Graph, changed: Iterable[ir.Value], named: Collection[str]) -> int:
-    """Take out the pairs of ``QuantizeLinear`` and ``DequantizeLinear`` that depend on values, in place; how many.
+    """Remove QuantizeLinear and DequantizeLinear pairs that depend on ``changed``, in place; return their number.
 
-    Names of ``named`` are kept where a pair has one of them behind it, as those of results of
-    modules.
+    If the output of a pair has a name in ``named``, as the result of a module, the tensor in its
+    place gets this name.
 
     Examples:
         >>> x, scale = ir.val("x"), ir.Value(name="scale", const_value=ir.tensor(0.1))
@@ -334,11 +357,12 @@ def release_ranges(graph: ir.Graph, changed: Iterable[ir.Value], named: Collecti
     depending = dependence(reads_and_results(graph), starts)
     for quantize in filter(quantizes, list(graph)):
         [levels], before = quantize.outputs, quantize.inputs[0]
-        readers = [use.node for use in levels.uses()]
-        is_pair = readers and all(map(dequantizes, readers))
+        consumers = [use.node for use in levels.uses()]
+        is_pair = consumers and all(map(dequantizes, consumers))
         if before is None or before not in depending or levels.is_graph_output() or not is_pair:
             continue
-        for [after] in [node.outputs for node in readers]:
+        for dequantize in consumers:
+            [after] = dequantize.outputs
             if after.name in named and before.name not in named and not before.is_graph_input():
                 replace_uses(after, before)
             elif not replace_with(after, before):

@@ -29,13 +29,13 @@ IDLE = (
             and given["model"] is None
             and given["output"] is None
         ),
-        "the steps of the file are shown, and not run",
+        "the steps of the file are shown, not run",
     ),
 )
 
 
 def pipeline_command(
-    file: Annotated[Path, "Steps in YAML or JSON; or an ONNX file that a pipeline made."],
+    file: Annotated[Path, "Steps in YAML or JSON; or an ONNX file that a pipeline wrote."],
     model: Annotated[
         Path | None, typer.Option("--model", "-m", help="The ONNX file to begin with.")
     ] = None,
@@ -43,18 +43,18 @@ def pipeline_command(
     folder: Annotated[
         Path | None, "Folder for the files of the steps; OUTPUT.steps without it.", Writes()
     ] = None,
-    fresh: Annotated[bool, "Run all steps, whatever an earlier run has done."] = False,
+    fresh: Annotated[bool, "Run all steps, also those that an earlier run completed."] = False,
     allow_entry: Annotated[bool, "Run the code that the steps of an ONNX file name."] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run passes, tools and checks in a row, by a file.
+    """Run passes, tools and checks in sequence, from a file.
 
-    The result has the steps that made it in its metadata.
+    The metadata of the result records the steps.
 
-    Run again, it goes on after the last step that is done. An ONNX file that a pipeline made is
-    shown, and with --model and --output made again.
+    A second run continues after the last completed step. For an ONNX file that a pipeline wrote,
+    its steps are shown, or run again with --model and --output.
 
-    Exit status 1 where a check does not hold, a step fails, or another model comes out again.
+    Exit status 1 if a check or a step fails, or if a repeated pipeline produces another model.
     """
     from htp_export.capabilities.pipeline.running import pipeline, read_pipeline
 
@@ -70,7 +70,7 @@ def pipeline_command(
 
 
 def _with_pytorch(step: PipelineStep) -> PipelineStep:
-    """A check against PyTorch with the model and arguments that it names."""
+    """Replace the names in a ``verify`` step by the PyTorch model and its arguments."""
     if step.name != "verify" or not {"entry", "source"} & set(step.options):
         return step
     from htp_export.command.model_options import call_entry
@@ -88,7 +88,7 @@ _SOURCE_OPTIONS = ("task", "random_weights", "seed", "dtype", "revision", "attn_
 
 
 def _from_source(options: dict[str, Any]) -> dict[str, Any]:
-    """The model of a hub id, folder or model type, and example inputs; its options are taken out."""
+    """Load the model of a hub id, folder or model type, and create example inputs; pop its options."""
     from htp_export.capabilities.huggingface.inputs import example_inputs
     from htp_export.capabilities.huggingface.models import load_model
 
@@ -101,7 +101,7 @@ def _from_source(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show_provenance(file: Path, as_json: bool) -> None:
-    """Say how a file was made, and whether it is what was made."""
+    """Show the steps that produced a file, and whether it was changed since."""
     from htp_export.files.model_files import read_model
     from htp_export.format.model_metadata import read_provenance
     from htp_export.model.hashes import content_hash
@@ -124,7 +124,9 @@ def _show_provenance(file: Path, as_json: bool) -> None:
 
 
 def _lines(notes: tuple[ProvenanceNote, ...]) -> list[str]:
-    described = (
-        ", ".join(f"{name}={value!r}" for name, value in note.options.items()) for note in notes
-    )
-    return [f"{note.step}({options})" for note, options in zip(notes, described, strict=True)]
+    """A line for each step: ``optimize(level='exact')``."""
+    lines = []
+    for note in notes:
+        options = ", ".join(f"{name}={value!r}" for name, value in note.options.items())
+        lines.append(f"{note.step}({options})")
+    return lines

@@ -1,4 +1,4 @@
-"""The steps of a pipeline: a table from names to the functions that do them, and checks of their options."""
+"""Steps of a pipeline: a table from names to functions, and checks of their options."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from htp_export.process.user_code import names_factory
 class StepOptionError(InputError):
     """An option of a step cannot be used; nothing was run.
 
-    The place is where it stands: the number of the step, from 0, its name, the option, and a key in
-    it.
+    ``place`` locates it in the list of steps: the index of the step, its name, the option, and a
+    key of the option.
     """
 
     def __init__(self, message: str, place: tuple[int | str, ...]) -> None:
@@ -50,7 +50,7 @@ class StepOptionError(InputError):
 
 @contextlib.contextmanager
 def blamed(index: int, step: PipelineStep, *names: str) -> Iterator[None]:
-    """Name the step of an error, and its place, as in `StepOptionError`."""
+    """Convert an `InputError` to a `StepOptionError` with the name and place of the step."""
     try:
         yield
     except StepOptionError:
@@ -61,15 +61,21 @@ def blamed(index: int, step: PipelineStep, *names: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepKind:
-    """What a step does, by the function of its name, which is called with options by keyword.
+    """The function of a step, which is called with the options as keyword arguments.
 
-    A change returns a result with the new ``model``; a check returns one with ``ok`` and
-    ``summary``, makes no file, and stops the pipeline where it fails. ``module`` is in
-    ``htp_export.capabilities``; versions of ``packages`` decide what is made. ``given`` is the
-    parameter that takes the model so far, and ``start`` the one for the model to begin with.
-    ``checks`` are functions, ``module:function`` or, outside of capabilities, ``.module:function``,
-    that take some of the parameters and refuse wrong values. ``keeps_modules``: whether the model
-    has its modules afterwards.
+    A change returns a result with the new ``model``. A check returns a result with ``ok`` and
+    ``summary``, writes no file, and stops the pipeline if it fails.
+
+    Attributes:
+        name: The step, and the name of its function.
+        module: The module of the function, in ``htp_export.capabilities``.
+        check: Whether it is a check.
+        packages: Packages whose versions influence the result.
+        given: The parameter for the model so far.
+        start: The parameter for the model that the pipeline begins with.
+        checks: Functions that accept some of the parameters and refuse wrong values:
+            ``module:function`` or, outside of capabilities, ``.module:function``.
+        keeps_modules: Whether the model has the same modules afterwards.
     """
 
     name: str
@@ -92,63 +98,67 @@ class StepKind:
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The parameters of the function that options can give."""
-        listed = inspect.signature(self.load()).parameters
-        return {name: each for name, each in listed.items() if name not in (self.given, *_SET_HERE)}
+        """Parameters of the function that options can set."""
+        parameters = dict(inspect.signature(self.load()).parameters)
+        for name in (self.given, *_SET_HERE):
+            parameters.pop(name, None)
+        return parameters
 
     def takes(self, option: str) -> Any:
-        """The type of the parameter of an option, as text if it cannot be evaluated; None if another tool has it."""
+        """The type of an option's parameter, as text if it cannot be evaluated; None for an option of another tool."""
         return parameter_type(self.load(), option) if option in self.parameters else None
 
     def takes_file(self, option: str) -> bool:
-        """Whether an option may name a file: by the type of its parameter, and if another tool has it."""
+        """Whether an option may name a file, by the type of its parameter; an option of another tool always may."""
         kind = self.takes(option)
         return kind is None or "PathLike" in repr(kind)
 
     def runs_code(self, option: str, value: Any) -> bool:
-        """Whether an option may name code: a factory, a library that a tool or an execution provider loads."""
+        """Whether an option may name code: a factory, or a library that a tool or an execution provider loads."""
         if option in _LOAD_LIBRARIES:
-            return not (isinstance(value, list) and all(isinstance(each, str) for each in value))
+            is_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+            return not is_names
         if option in _DATA and any(map(names_factory, texts_in(value))):
             return True
         return self.takes(option) is None and not is_plain(value)
 
     @property
     def _named(self) -> dict[str, inspect.Parameter]:
-        """The parameters without ``**options``, which are those of another tool."""
+        """The parameters without ``**options``, which a tool's own options are passed by."""
         return {
-            key: each
-            for key, each in self.parameters.items()
-            if each.kind is not inspect.Parameter.VAR_KEYWORD
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         }
 
     def check_option(self, option: str) -> None:
-        """Refuse an option that the function does not have."""
+        """Refuse an option that is no parameter of the function."""
         takes_all = len(self._named) < len(self.parameters)
         if option in (self.given, *_SET_HERE) or not (takes_all or option in self._named):
             listed = f"; it has {', '.join(sorted(self._named))}" if self._named else ""
             raise InputError(f"there is no option {option!r}{listed}")
 
     def check_complete(self, options: Mapping[str, Any]) -> None:
-        """Refuse options that leave out one that the function needs."""
-        for key, each in self._named.items():
-            if each.default is inspect.Parameter.empty and key != self.start and key not in options:
-                raise InputError(f"the option {key!r} is missing")
+        """Refuse options without one that the function requires."""
+        for name, parameter in self._named.items():
+            is_required = parameter.default is inspect.Parameter.empty and name != self.start
+            if is_required and name not in options:
+                raise InputError(f"the option {name!r} is missing")
 
 
-def _function(place: str) -> Callable[..., Any]:
-    module, _, name = place.partition(":")
-    function: Callable[..., Any] = getattr(
-        importlib.import_module(f".{module}", "htp_export.capabilities"), name
-    )
+def _function(location: str) -> Callable[..., Any]:
+    """Import a function: ``module:function``, relative to ``htp_export.capabilities``."""
+    module_name, _, name = location.partition(":")
+    module = importlib.import_module(f".{module_name}", "htp_export.capabilities")
+    function: Callable[..., Any] = getattr(module, name)
     return function
 
 
 _SET_HERE = ("output", "external_data", "share_weights", "dry_run")
-"""Parameters that a pipeline sets itself: it writes the files, all of them."""
+"""Parameters that a pipeline sets itself, because it writes all files."""
 
 _LOAD_LIBRARIES = ("providers", "session_options")
-"""Parameters whose values are handed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
+"""Parameters that are passed to ONNX Runtime. Names of providers load nothing; their options name libraries."""
 
 _DATA = ("data", "validation")
 """Parameters that may name a factory, which is called."""
@@ -158,7 +168,8 @@ _RUN_CHECKS = ("verify.locating:check_tolerances", ".runtime.sessions:check_prov
 
 _TOOLS = "carry.adapters"
 
-# A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
+# A new step is an entry here; every adapter of a tool is one without an entry. `docs/pipeline.md`
+# lists them.
 _KINDS = [
     StepKind(
         "optimize",
@@ -215,7 +226,7 @@ STEPS: dict[str, StepKind] = {kind.name: kind for kind in _KINDS}
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of a pipeline: its name in `STEPS`, options for its function, and the options that are written."""
+    """One step of a pipeline: its name in `STEPS`, options for its function, and options for the metadata."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -223,32 +234,31 @@ class PipelineStep:
 
     @property
     def kind(self) -> StepKind:
-        """What it does."""
+        """Its function, and facts about it."""
         return STEPS[self.name]
 
     @property
     def written(self) -> dict[str, Any]:
-        """Its options as JSON can hold them."""
-        written: dict[str, Any] = described_options(
-            self.options if self.described is None else self.described
-        )
+        """Its options as JSON values."""
+        options = self.options if self.described is None else self.described
+        written: dict[str, Any] = described_options(options)
         return written
 
     @property
     def files(self) -> dict[str, str]:
-        """The files that its options name → their SHA-256."""
-        return option_files(
-            {name: value for name, value in self.written.items() if self.kind.takes_file(name)}
-        )
+        """File that its options name → SHA-256."""
+        kind = self.kind
+        options = {name: value for name, value in self.written.items() if kind.takes_file(name)}
+        return option_files(options)
 
     @property
     def versions(self) -> dict[str, str]:
-        """The versions of the packages that take part."""
-        found = {}
+        """Package that influences the result → version."""
+        versions = {}
         for package in ("htp-export", "onnx", "onnx_ir", "onnxruntime", *self.kind.packages):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[package] = importlib.metadata.version(package)
-        return found
+                versions[package] = importlib.metadata.version(package)
+        return versions
 
 
 def steps_of(
@@ -258,10 +268,18 @@ def steps_of(
     *,
     allow_entry: bool = False,
 ) -> list[PipelineStep]:
-    """Read steps: names, ``{name: options}``, or `PipelineStep`; a step or an option that is wrong is an `InputError`.
+    """Parse steps: names, ``{name: options}``, or `PipelineStep`.
 
-    Each step is given to ``prepare``, which returns it with options for its function. The options
-    of a model file, if the steps were read from one, may name code only if ``allow_entry`` says so.
+    Args:
+        listed: The list of steps.
+        prepare: Called with each step; returns it with options for its function.
+        model_file: The ONNX file that contains the steps, if there is one: its options are not
+            trusted.
+        allow_entry: Whether the options of an ONNX file may name code.
+
+    Raises:
+        InputError: A step or an option does not exist, or a required option is missing.
+        FileError: An option of an ONNX file names code, or a file outside its folder.
     """
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise InputError(
@@ -275,16 +293,19 @@ def steps_of(
     for index, step in enumerate(steps):
         _check_plain(step)
         with blamed(index, step):
-            prepared.append(prepare(step))
-        for name in prepared[-1].options:
+            ready = prepare(step)
+        for name in ready.options:
             with blamed(index, step, name):
                 step.kind.check_option(name)
         with blamed(index, step):
-            step.kind.check_complete(prepared[-1].options)
+            step.kind.check_complete(ready.options)
+        prepared.append(ready)
     return prepared
 
 
 def _step(number: int, item: Any) -> PipelineStep:
+    """Parse one step; ``number`` is its position, from 1, for errors."""
+
     def refused(problem: str, *names: str) -> StepOptionError:
         return StepOptionError(f"step {number}{problem}", (number - 1, *names))
 
@@ -304,7 +325,7 @@ def _step(number: int, item: Any) -> PipelineStep:
 
 
 def _check_plain(step: PipelineStep) -> None:
-    """Refuse a pipe or a device in the place of a file that a step names: it would be waited for, and read twice."""
+    """Refuse a pipe or a device as a file of a step: reading it blocks, and it is read twice."""
     for name, value in step.options.items():
         for text in texts_in(value):
             if is_special(Path(text)):
@@ -314,33 +335,33 @@ def _check_plain(step: PipelineStep) -> None:
 
 
 def _check_origin(step: PipelineStep, file: Path, *, allow_entry: bool) -> None:
-    """Refuse an option of a model file that names code, unless it may, or a file outside of the model's folder."""
+    """Refuse an option of an ONNX file that names code without permission, or a file outside its folder."""
     folder = file.resolve().parent
     for name, value in step.options.items():
-        said = f"its step {step.name} has the option {name}={value!r}"
+        option = f"its step {step.name} has the option {name}={value!r}"
         if step.kind.runs_code(name, value) and not allow_entry:
-            problem = f"{said}, which may name code to run; allow it with --allow-entry if you trust the file"
+            problem = f"{option}, which may name code to run; allow it with --allow-entry if you trust the file"
             raise FileError(file, f"{problem} (in Python: allow_entry=True)")
-        for text in (
-            texts_in(value)
-            if step.kind.takes(name) is not None and step.kind.takes_file(name)
-            else ()
-        ):
+        if step.kind.takes(name) is None or not step.kind.takes_file(name):
+            continue
+        for text in texts_in(value):
+            # The null character: realpath refuses it in a path.
             if "\0" in text or not Path(os.path.realpath(text)).is_relative_to(folder):
                 raise FileError(
-                    file, f"{said}, which names a file that is not in the folder of this one"
+                    file, f"{option}, which names a file that is not in the folder of this one"
                 )
 
 
 _BY_SELECTOR = ("plan", "tolerances")
-"""Options that are mappings from selectors."""
+"""Options that map selectors to values."""
 
 
 def check_values(steps: Sequence[PipelineStep], start: Callable[[], TaggedModel]) -> None:
-    """Check the values of options: types, files, modules, and what each function checks of its own arguments.
+    """Check the values of options: types, files, modules, and the checks of each function for its own arguments.
 
-    Modules are looked for in the model that the pipeline begins with, up to the first step that
-    adds or removes some; ``start`` reads that model, and is called only if an option names modules.
+    Selectors are resolved in the model that the pipeline begins with, up to the first step that
+    adds or removes modules. ``start`` loads that model; it is called only if an option names
+    modules.
     """
     from htp_export.capabilities.carry import adapters as tools
 
@@ -361,6 +382,7 @@ def check_values(steps: Sequence[PipelineStep], start: Callable[[], TaggedModel]
 
 
 def _check_value(step: PipelineStep, name: str, value: Any) -> None:
+    """Check the type of an option, and that the files that it names exist and are models if they have to be."""
     kind = step.kind.takes(name)
     check_type(name, value, kind)
     if kind is None or not step.kind.takes_file(name):
@@ -375,7 +397,7 @@ def _check_value(step: PipelineStep, name: str, value: Any) -> None:
 def _check_modules(
     index: int, step: PipelineStep, name: str, value: Any, start: Callable[[], TaggedModel]
 ) -> None:
-    """Check the selectors of an option, and the path of `splice`."""
+    """Check that the selectors of an option, or the path of `splice`, match modules."""
     if name in _BY_SELECTOR and isinstance(value, Mapping):
         for selector in value:
             with blamed(index, step, name, str(selector)):
@@ -391,13 +413,14 @@ def _check_modules(
 def _run_check(
     check: Callable[..., Any], index: int, step: PipelineStep, given: Mapping[str, Any]
 ) -> None:
-    """Call a check of a function with the options that it takes; of a mapping, the entry at fault is named."""
-    taken = list(inspect.signature(check).parameters)
-    if not set(taken) & set(given):
+    """Call a check with the options that it accepts; an error for a mapping names the entry at fault."""
+    names = list(inspect.signature(check).parameters)
+    options = [name for name in names if name in given]
+    if not options:
         return
-    defaults = {key: each.default for key, each in step.kind.parameters.items()}
-    arguments = {key: given.get(key, defaults.get(key)) for key in taken}
-    option = next(key for key in taken if key in given)
+    defaults = {name: parameter.default for name, parameter in step.kind.parameters.items()}
+    arguments = {name: given.get(name, defaults.get(name)) for name in names}
+    option = options[0]
     if isinstance(given[option], Mapping):
         for key, value in given[option].items():
             with blamed(index, step, option, str(key)):
@@ -407,27 +430,28 @@ def _run_check(
 
 
 def _try_tool(step: PipelineStep) -> None:
-    """Run a tool on a model of one node: is it installed, and has it these options?"""
+    """Run a tool on a model of one node, to check that it is installed and accepts these options."""
     try:
         with quiet("htp_export"):
             step.kind.load()(_one_product(), **step.options)
     except InputError:
         raise
-    except HtpExportError:  # about the model, which counts for nothing
+    except HtpExportError:
+        # The tool refuses this small model: the options may be right for the real one.
         pass
 
 
 def _one_product() -> ir.Model:
-    x, weight = (
-        ir.val("x", ir.DataType.FLOAT, [2, 32]),
-        ir.val("weight", const_value=ir.tensor(np.eye(32, dtype="f"))),
-    )
+    """A tagged model of one MatMul, 32 wide, so that a quantizer has a whole block of weights."""
+    x = ir.val("x", ir.DataType.FLOAT, [2, 32])
+    weight = ir.val("weight", const_value=ir.tensor(np.eye(32, dtype="f")))
     node = ir.node(
         "MatMul",
         [x, weight],
         metadata_props=Owned(("layer",), Reason.SCOPE).metadata({"", "layer"}),
     )
-    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "y", x.type, x.shape
+    [y] = node.outputs
+    y.name, y.type, y.shape = "y", x.type, x.shape
     graph = ir.Graph(
         [x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20}, name="net"
     )

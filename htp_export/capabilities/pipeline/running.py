@@ -1,4 +1,4 @@
-"""pipeline(): steps one after the other, each into a file; the last file tells how it was made."""
+"""`htp_export.pipeline`: run steps in sequence, each into a file, and record them in the metadata."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ from htp_export.reporting.result import PlainData, Table
 
 @dataclass(frozen=True)
 class StepReport(PlainData):
-    """What became of one step.
+    """The outcome of one step.
 
     Attributes:
-        number: Its place, from 1.
+        number: Its position, from 1.
         name: The step.
-        status: ``ran``; ``kept``: an earlier run had done it; ``failed``: the check did not hold;
+        status: ``ran``; ``kept``: an earlier run completed it; ``failed``: the check failed;
             ``skipped``.
-        seconds: How long it took.
-        nodes: Number of nodes of the model afterwards, including those in subgraphs; None if it is
-            unknown.
-        bytes: Bytes of its weights, shared ones once; the same.
-        summary: What a check found, in one line.
-        file: The file that a change made; None for a check.
+        seconds: Its duration.
+        nodes: Number of nodes of the model afterwards, subgraphs included; None if unknown.
+        bytes: Bytes of the model's weights afterwards, shared weights once; None if unknown.
+        summary: The result of a check, in one line.
+        file: The file that a change wrote; None for a check.
     """
 
     number: int
@@ -81,13 +80,12 @@ class PipelineRun(HoldsModel):
     """The result of `htp_export.pipeline`.
 
     Attributes:
-        steps: What became of each step, in order.
-        provenance: The steps that made the model, as its metadata has them; earlier pipelines
-            first.
-        output: The file that was written; None if a check failed.
-        same: When the pipeline of a file was repeated: whether its model came out again. None
+        steps: The outcome of each step, in order.
+        provenance: The steps that produced the model, as in its metadata; earlier pipelines first.
+        output: The written file; None if a check failed.
+        same: For the repeated pipeline of a file, whether it produced the same model; None
             otherwise.
-        model: The model; if a check failed, the one that it was given.
+        model: The model; if a check failed, its input.
     """
 
     derived = ("ok", "summary")
@@ -100,29 +98,31 @@ class PipelineRun(HoldsModel):
 
     @property
     def failed(self) -> StepReport | None:
-        """The check that did not hold."""
+        """The check that failed."""
         return next((report for report in self.steps if report.status == "failed"), None)
 
     @property
     def ok(self) -> bool:
-        """Whether all checks held, and a repeated pipeline made the same model."""
+        """Whether all checks succeeded, and a repeated pipeline produced the same model."""
         return self.failed is None and self.same is not False
 
     @property
     def summary(self) -> str:
         """The outcome in one line."""
+        statuses = [report.status for report in self.steps]
         if self.failed is not None:
-            left = sum(1 for report in self.steps if report.status == "skipped")
-            skipped = f"; {left} skipped" if left else ""
-            return f"step {self.failed.number} ({self.failed.name}) does not hold{skipped}; the output is not written"
-        kept = sum(1 for report in self.steps if report.status == "kept")
-        done = f"{len(self.steps)} steps{f', {kept} kept from an earlier run' if kept else ''}"
-        again = {
-            True: "; the same model came out again",
-            False: "; another model came out than before",
-            None: "",
-        }
-        return done + again[self.same]
+            skipped = statuses.count("skipped")
+            skips = f"; {skipped} skipped" if skipped else ""
+            return f"step {self.failed.number} ({self.failed.name}) does not hold{skips}; the output is not written"
+        text = f"{len(self.steps)} steps"
+        kept = statuses.count("kept")
+        if kept:
+            text += f", {kept} kept from an earlier run"
+        if self.same is not None:
+            same = "the same model came out again"
+            other = "another model came out than before"
+            text += f"; {same if self.same else other}"
+        return text
 
     def table(self) -> Table:
         """The steps."""
@@ -139,15 +139,15 @@ def pipeline(
     resume: bool = True,
     allow_entry: bool = False,
 ) -> PipelineRun:
-    """Run passes, tools, and checks on a model, one after the other, and write down how the result was made.
+    """Run passes, tools, and checks on a model in sequence, and record the steps in the result's metadata.
 
-    Each step that changes the model writes a file into a folder, and stays there. If the same
-    pipeline runs again, it goes on after the last file that the same steps made from the same
-    model, with the same versions of packages. The pipeline stops at the first check that does not
-    hold (``compare``, ``verify``); then ``output`` is not written.
+    Each step that changes the model writes a file into a folder, which is kept. If the same
+    pipeline runs again, it continues after the last file that the same steps produced from the same
+    model, with the same versions of packages. The pipeline stops at the first check that fails
+    (``compare``, ``verify``); then ``output`` is not written.
 
-    The metadata of every file has the steps that made it (``htp.provenance``), with options,
-    versions and hashes. A pipeline can be read from there, and repeated.
+    The metadata of every file records the steps that produced it (``htp.provenance``), with
+    options, versions and hashes. A pipeline can be loaded from there, and repeated.
 
     Not thread-safe if it runs tools, which redirect the output of the whole process. Two pipelines
     must not share a folder at the same time.
@@ -155,26 +155,26 @@ def pipeline(
     Args:
         steps: A list of names and of ``{name: options}``; or a YAML or JSON file with such a list,
             or with ``steps``, ``model``, ``output`` and ``folder``; or an ONNX file that a pipeline
-            made, whose steps are repeated.
+            wrote, whose steps are repeated.
         model: The model to begin with: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or
-            ``ir.Model``; not changed. None for the one that the file names.
-        output: The file to write; None for the one that the file names.
-        folder: Folder for the files of the steps, made if it is not there; None for the name of
+            ``ir.Model``; not changed. None for the model that the file names.
+        output: The file to write; None for the output that the file names.
+        folder: Folder for the files of the steps, created if needed; None for the name of
             ``output`` and ``.steps``.
-        resume: Whether to go on after what an earlier run has done.
-        allow_entry: Whether the options of steps that are read from an ONNX file may name code: an
-            ``entry``, options that are handed to another tool. The files that they name have to be
-            in the folder of that file anyway.
+        resume: Whether to continue after the last step that an earlier run completed.
+        allow_entry: Whether options of steps from an ONNX file may name code: an ``entry``, options
+            that are passed to another tool. Files that they name always have to be in the folder of
+            the ONNX file.
 
     Returns:
-        What became of each step; ``ok`` is False if a check failed, or a repeated pipeline made
-        another model.
+        The outcome of each step; ``ok`` is False if a check failed, or if a repeated pipeline
+        produced another model.
 
     Raises:
         InputError: If there is no such step or option, or no model or output; nothing was run.
-        FileError: If a file cannot be read or written, or an ONNX file has steps with options that
-            are not allowed.
-        StepError: If a step fails; the files of the steps before it stay.
+        FileError: If a file cannot be read or written, or the steps of an ONNX file have options
+            that are not allowed.
+        StepError: If a step fails; the files of the steps before it are kept.
 
     Examples:
         >>> import pathlib, tempfile, torch, htp_export
@@ -187,31 +187,21 @@ def pipeline(
     """
     if isinstance(steps, str | os.PathLike):
         read = read_pipeline(steps, allow_entry=allow_entry)
+    elif isinstance(steps, PipelineFile):
+        read = steps
     else:
-        read = steps if isinstance(steps, PipelineFile) else PipelineFile(tuple(steps_of(steps)))
-    source, target = (
-        read.model if model is None else model,
-        read.output if output is None else output,
-    )
-    if source is None or target is None:
-        raise InputError(
-            f"a pipeline needs {'a model to begin with' if source is None else 'an output to write'}"
-        )
-    named = [
-        steps if isinstance(steps, str | os.PathLike) else None,
-        *(step.options for step in read.steps),
-    ]
-    check_target(target, reads=files_named_in(named))
-    if (
-        isinstance(source, str | os.PathLike)
-        and Path(target).exists()
-        and Path(target).samefile(source)
-    ):
-        raise FileError(Path(target), "is the model to begin with; name another file to write")
-    place = folder if folder is not None else read.folder
-    run = _Run(
-        read.steps, source, Path(target), Path(f"{target}.steps" if place is None else place)
-    )
+        read = PipelineFile(tuple(steps_of(steps)))
+    source = read.model if model is None else model
+    target = read.output if output is None else output
+    if source is None:
+        raise InputError("a pipeline needs a model to begin with")
+    if target is None:
+        raise InputError("a pipeline needs an output to write")
+    _check_target(Path(target), source, steps, read.steps)
+    steps_folder = read.folder if folder is None else folder
+    if steps_folder is None:
+        steps_folder = f"{target}.steps"
+    run = _Run(read.steps, source, Path(target), Path(steps_folder))
     run.check_files()
     with _located(read.file):
         check_values(read.steps, run.start)
@@ -219,9 +209,19 @@ def pipeline(
         return run.result(read.made, resume=resume)
 
 
+def _check_target(
+    target: Path, source: ModelSource, steps: Any, parsed: Sequence[PipelineStep]
+) -> None:
+    """Refuse an output that is the model to begin with, or another file that the pipeline needs."""
+    step_file = steps if isinstance(steps, str | os.PathLike) else None
+    check_target(target, reads=files_named_in([step_file, *(step.options for step in parsed)]))
+    if isinstance(source, str | os.PathLike) and target.exists() and target.samefile(source):
+        raise FileError(target, "is the model to begin with; name another file to write")
+
+
 @contextlib.contextmanager
 def _located(file: Path | None) -> Iterator[None]:
-    """Name the file and the line of a step or an option that cannot be used; nothing if it stands in no file."""
+    """Add the file and the line to the error of a step or an option; without a file, the error is unchanged."""
     try:
         yield
     except StepOptionError as error:
@@ -235,10 +235,10 @@ def _located(file: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PipelineFile:
-    """What a file says of a pipeline; None where it says nothing.
+    """The contents of a pipeline file; None for missing entries.
 
-    ``made``: Of an ONNX file that a pipeline made, the steps that made it. ``file``: The YAML or
-    JSON file, if there is one.
+    ``made``: For an ONNX file that a pipeline wrote, the steps that produced it. ``file``: The YAML
+    or JSON file, if there is one.
     """
 
     steps: tuple[PipelineStep, ...]
@@ -258,51 +258,58 @@ def read_pipeline(
     *,
     allow_entry: bool = False,
 ) -> PipelineFile:
-    """Read a pipeline from a YAML or JSON file, or from the metadata of an ONNX file that a pipeline made.
+    """Read a pipeline from a YAML or JSON file, or from the metadata of an ONNX file that a pipeline wrote.
 
-    Each step is given to ``prepare``, which returns it with options for its function, such as a
-    model that is named.
+    ``prepare`` is called with each step, and returns it with options for its function: it replaces
+    the name of a model, for example, by the model.
     """
     file = Path(path)
-    if file.suffix.lower() not in (".yaml", ".yml", ".json"):
-        made = read_provenance(read_model(file).metadata_props)
-        if not made:
-            raise FileError(file, "does not say how it was made: no pipeline wrote it")
-        gone = next((note for note in made if not is_repeatable(note.options)), None)
-        if gone is not None:
+    if file.suffix.lower() in (".yaml", ".yml", ".json"):
+        return _from_text(file, prepare)
+    notes = read_provenance(read_model(file).metadata_props)
+    if not notes:
+        raise FileError(file, "has no record of how it was made: no pipeline wrote it")
+    for note in notes:
+        if not is_repeatable(note.options):
             raise FileError(
-                file,
-                f"cannot be repeated: step {gone.step} had an option that was an object of Python",
+                file, f"cannot be repeated: step {note.step} had an option that was a Python object"
             )
-        listed = [{note.step: note.options} for note in made]
-        return PipelineFile(
-            tuple(steps_of(listed, prepare, file, allow_entry=allow_entry)), made=made
-        )
+    listed = [{note.step: note.options} for note in notes]
+    steps = steps_of(listed, prepare, file, allow_entry=allow_entry)
+    return PipelineFile(tuple(steps), made=notes)
+
+
+def _from_text(file: Path, prepare: Callable[[PipelineStep], PipelineStep]) -> PipelineFile:
+    """Read a pipeline from a YAML or JSON file: a list of steps, or a mapping with ``steps`` and names of files."""
     content = read_yaml(file)
-    content = content if isinstance(content, Mapping) else {"steps": content}
+    if not isinstance(content, Mapping):
+        content = {"steps": content}
     for key in content:
         if key not in ("steps", *_FILES):
             raise FileError(file, f"there is no key {key!r}; there are steps, {', '.join(_FILES)}")
         if key in _FILES and not isinstance(content[key], str | None):
             problem = f"line {line_in_yaml(file, (key,))}: {key} is {content[key]!r}, and takes the name of a file"
             raise FileError(file, problem)
-    model, output, folder = (
-        None if content.get(key) is None else Path(content[key]) for key in _FILES
-    )
+    paths = {key: Path(content[key]) for key in _FILES if content.get(key) is not None}
+    model = paths.get("model")
     if model is not None and is_special(model):
         raise FileError(model, f"is no plain file; {file} names it as the model to begin with")
     with _located(file):
-        return PipelineFile(
-            tuple(steps_of(content.get("steps"), prepare)), model, output, folder, file=file
-        )
+        steps = steps_of(content.get("steps"), prepare)
+    return PipelineFile(
+        tuple(steps), model, output=paths.get("output"), folder=paths.get("folder"), file=file
+    )
 
 
 def _is_of_pipeline(file: Path) -> bool:
+    """Whether a pipeline wrote a file."""
     model = parsed_or_none(file)
     return model is not None and tags.PROVENANCE in model.metadata_props
 
 
 class _Run:
+    """One run of the steps on a model; its state is the model, notes and reports so far."""
+
     def __init__(
         self, steps: Sequence[PipelineStep], source: ModelSource, output: Path, folder: Path
     ) -> None:
@@ -320,20 +327,19 @@ class _Run:
         return self._source if isinstance(self._source, TaggedModel) else load(self._start)
 
     def check_files(self) -> None:
-        """Refuse a folder for the files of the steps that is none, and files that would be replaced and are of others.
+        """Refuse a folder for the files of the steps that is a file, or that contains other files of their names.
 
-        The caller named none of these files: only those that a pipeline wrote are replaced.
+        The caller did not name these files: only files that a pipeline wrote are replaced.
         """
         if os.path.lexists(self._folder) and not self._folder.is_dir():
             raise FileError(
                 self._folder,
-                "is no folder; the files of the steps are written into one of this name",
+                "is no folder; the files of the steps are written into a folder of this name",
             )
-        numbered = [
-            (number, step) for number, step in enumerate(self._steps, 1) if not step.kind.check
-        ]
-        files = [self._file_of(number, step) for number, step in numbered]
-        for file in filter(os.path.lexists, files):
+        for number, step in enumerate(self._steps, 1):
+            file = self._file_of(number, step)
+            if step.kind.check or not os.path.lexists(file):
+                continue
             check_target(file)
             if is_special(file):
                 raise FileError(
@@ -344,11 +350,9 @@ class _Run:
                 raise FileError(file, problem)
 
     def result(self, made: Sequence[ProvenanceNote], *, resume: bool) -> PipelineRun:
-        """Run the steps; ``made`` are those that are repeated, if that is so."""
+        """Run the steps; ``made`` are the notes of a pipeline that is repeated."""
         if made and made[0].input != self._hash:
-            raise InputError(
-                "the pipeline of this file began with another model than the one that is given"
-            )
+            raise InputError("the pipeline of this file began with another model")
         self._folder.mkdir(parents=True, exist_ok=True)
         done = self._resumed() if resume else 0
         for number, step in enumerate(counted(self._steps[done:], "steps"), done + 1):
@@ -356,33 +360,36 @@ class _Run:
                 self._reports.append(StepReport(number, step.name, "skipped"))
             else:
                 self._reports.append(self._done(number, step))
-        ok = all(report.status in ("ran", "kept") for report in self._reports)
-        if ok:
-            self._model = model_of(self._source if self._file is None else self._file)
-            final = self._model.clone() if self._file is None else self._model
-            write_provenance(final.metadata_props, self._notes)
-            write_model(final, self._output, True if self._external else None)
-            self._model = final
-        same = self._notes[-1].output == made[-1].output if made and ok else None
-        output = self._output if ok else None
-        return PipelineRun(
-            tuple(self._reports), tuple(self._notes), output, same, model=self._model
-        )
+        reports, notes = tuple(self._reports), tuple(self._notes)
+        if not all(report.status in ("ran", "kept") for report in reports):
+            return PipelineRun(reports, notes, None, model=self._model)
+        self._write_output()
+        same = notes[-1].output == made[-1].output if made else None
+        return PipelineRun(reports, notes, self._output, same, model=self._model)
+
+    def _write_output(self) -> None:
+        """Write the last model, with the notes of all steps, to the output."""
+        if self._file is None:
+            # There were only checks: the user's own model stays without notes.
+            self._model = model_of(self._source).clone()
+        else:
+            self._model = model_of(self._file)
+        write_provenance(self._model.metadata_props, self._notes)
+        write_model(self._model, self._output, True if self._external else None)
 
     def _done(self, number: int, step: PipelineStep) -> StepReport:
+        """Run one step on the model so far."""
         begun = time.perf_counter()
-        starting = {step.kind.start: self._source} if step.kind.start else {}
-        options = {
-            **starting,
-            **step.options,
-            step.kind.given: self._source if self._file is None else self._file,
-        }
+        current = self._source if self._file is None else self._file
+        options = {**step.options, step.kind.given: current}
+        if step.kind.start:
+            options.setdefault(step.kind.start, self._source)
         note = ProvenanceNote(step.name, step.written, self._hash, "", step.files, step.versions)
-        given = self._file or name_of(self._source, "the model")
+        model_name = self._file or name_of(self._source, "the model")
         try:
             result = step.kind.load()(**options)
         except Exception as error:
-            raise StepError(number, step.name, given, error) from error
+            raise StepError(number, step.name, model_name, error) from error
         if step.kind.check:
             seconds = time.perf_counter() - begun
             if not result.ok:
@@ -397,17 +404,18 @@ class _Run:
         try:
             write_model(model, self._file, True if self._external else None)
         except ResultError as error:
-            raise StepError(number, step.name, given, error) from error
+            raise StepError(number, step.name, model_name, error) from error
         return _report(number, step, "ran", model, self._file, seconds=time.perf_counter() - begun)
 
     def _file_of(self, number: int, step: PipelineStep) -> Path:
         return self._folder / f"{number:02}-{step.name}.onnx"
 
     def _resumed(self) -> int:
-        """Take over what an earlier run has done, and return the number of its steps."""
+        """Continue from the last valid file of an earlier run, and return the number of its steps."""
         for number in range(len(self._steps), 0, -1):
-            file = self._file_of(number, self._steps[number - 1])
-            if self._steps[number - 1].kind.check or not file.is_file():
+            step = self._steps[number - 1]
+            file = self._file_of(number, step)
+            if step.kind.check or not file.is_file():
                 continue
             try:
                 model = read_model(file)
@@ -415,32 +423,31 @@ class _Run:
             except HtpExportError:
                 continue
             if self._is_of(notes, number) and notes[-1].output == content_hash(model):
-                self._notes, self._hash, self._file, self._model = (
-                    list(notes),
-                    notes[-1].output,
-                    file,
-                    model,
-                )
-                self._reports = [self._kept(place) for place in range(1, number + 1)]
+                self._notes, self._hash = list(notes), notes[-1].output
+                self._file, self._model = file, model
+                self._reports = [self._kept(earlier) for earlier in range(1, number + 1)]
                 return number
         return 0
 
     def _kept(self, number: int) -> StepReport:
-        step, file = self._steps[number - 1], self._file_of(number, self._steps[number - 1])
+        """The report of a step that an earlier run completed."""
+        step = self._steps[number - 1]
+        file = self._file_of(number, step)
         if step.kind.check or not file.is_file():
             return StepReport(number, step.name, "kept")
         return _report(number, step, "kept", read_model(file), file)
 
     def _is_of(self, notes: Sequence[ProvenanceNote], number: int) -> bool:
-        """Whether notes are those of the first steps of this pipeline, on this model."""
+        """Whether notes record the first ``number`` steps of this pipeline, on this model."""
         earlier = len(self._history)
         own, hash_before = notes[earlier:], self._start_hash
         if len(own) != number or tuple(notes[:earlier]) != self._history:
             return False
         for note, step in zip(own, self._steps, strict=False):
-            wanted = replace(note, step=step.name, options=step.written, input=hash_before,
-                             files=step.files, versions=step.versions)  # fmt: skip
-            if note != wanted or not is_described(note.options):
+            expected = ProvenanceNote(
+                step.name, step.written, hash_before, note.output, step.files, step.versions
+            )
+            if note != expected or not is_described(note.options):
                 return False
             hash_before = note.output
         return True
@@ -449,10 +456,10 @@ class _Run:
 def _report(
     number: int, step: PipelineStep, status: Any, model: ir.Model, file: Path, seconds: float = 0.0
 ) -> StepReport:
-    stored = {
-        id(value.const_value): value
-        for graph in model.graphs()
-        for value in graph.initializers.values()
-    }
-    nodes, size = sum(1 for _ in all_nodes(model)), weight_bytes(stored.values())
+    """The report of a change, with the number of nodes and the bytes of weights of its model."""
+    initializers: dict[int, ir.Value] = {}
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            initializers[id(value.const_value)] = value
+    nodes, size = sum(1 for _ in all_nodes(model)), weight_bytes(initializers.values())
     return StepReport(number, step.name, status, seconds, nodes, size, file=file)

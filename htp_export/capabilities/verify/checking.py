@@ -1,4 +1,4 @@
-"""The tensors of module calls, matched with those of a file, and compared with those of its run."""
+"""Match the tensors of module calls with tensors of a file, and compare their values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -27,10 +28,9 @@ Tolerances = Callable[[str], Tolerance | None]
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor of a call, by argument or by position among the outputs, and the tensors of the file that may match it.
+    """A tensor of a call, by argument or by position among the outputs, and candidates for it in the file.
 
-    There is one candidate if the file names it; otherwise there are all tensors with its type and
-    shape.
+    There is one candidate if the file names it; otherwise, all tensors with its type and shape.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairedCall:
-    """A call with those of its tensors that the file has, and the number of outputs that it does not have.
+    """A call with its tensors that the file has, and the number of outputs that the file lacks.
 
     ``reason``: How its tensors were found if the file does not name them, or why there are none;
     ``""`` otherwise.
@@ -55,25 +55,21 @@ class PairedCall:
 
 
 def input_arguments(tagged: TaggedModel) -> dict[str, str]:
-    """Return input of a file → argument of ``forward``; the same name if the file does not say which."""
+    """Return input of a file → argument of ``forward``; the same name if the file has no record of it."""
     signature = tagged.signature("")
-    arguments = (
-        {}
-        if signature is None
-        else {tensor: argument for argument, tensor in signature.inputs.items()}
-    )
-    return {
-        declared.name: arguments.get(declared.name, declared.name)
-        for declared in Inputs.of(tagged.model)
-    }
+    arguments: dict[str | None, str] = {}
+    if signature is not None:
+        arguments = {tensor: argument for argument, tensor in signature.inputs.items()}
+    names = [declared.name for declared in Inputs.of(tagged.model)]
+    return {name: arguments.get(name, name) for name in names}
 
 
 def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:
     """Find the tensors of one call in a file.
 
-    The outputs of the model are those of the graph, in order. Those of other modules are in
-    ``htp.signatures``. If a tool has renamed or removed these tensors, or there are no signatures,
-    the outputs of the module's region are taken whose type and shape match.
+    The outputs of the model are the graph outputs, in order. The outputs of other modules are named
+    in ``htp.signatures``. If a tool renamed or removed these tensors, or there are no signatures,
+    candidates are the outputs of the module's region with the same type and shape.
     """
     signature = tagged.signature(call.path, call.number)
     inputs = () if signature is None else tuple(_inputs(tagged, call, signature))
@@ -88,16 +84,17 @@ def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:
 
 
 def named_results(tagged: TaggedModel, path: str, number: int) -> Iterator[list[ir.Value | None]]:
-    """The tensors that a file names as results of a call, None for a result that it lacks: in one list, or in several.
+    """Yield lists of the tensors that a file names as results of a call; None stands for a result that it lacks.
 
-    There is none if the file does not name them, or has not all that it names.
+    For the root, the graph outputs come first. Nothing is yielded for a call without a signature,
+    or whose signature names tensors that the file lacks.
     """
     if not path:
         yield list(tagged.results)
     signature = tagged.signature(path, number)
-    if signature is not None and all(
-        name is None or name in tagged.values for name in signature.outputs
-    ):
+    if signature is None:
+        return
+    if all(name is None or name in tagged.values for name in signature.outputs):
         yield [None if name is None else tagged.values[name] for name in signature.outputs]
 
 
@@ -105,7 +102,8 @@ def _of_tensors(call: ModuleCall, listed: list[ir.Value | None]) -> list[ir.Valu
     """The entries of a list of results that are tensors in PyTorch; None if the list has another length."""
     if len(listed) == len(call.outputs):
         return listed
-    if len(listed) == len(call.tensors):  # numbers, too: under TorchScript, sizes are tensors
+    # The list contains numbers, too: TorchScript converts sizes to tensors.
+    if len(listed) == len(call.tensors):
         return [entry for entry, is_tensor in zip(listed, call.tensors, strict=True) if is_tensor]
     return None
 
@@ -113,22 +111,24 @@ def _of_tensors(call: ModuleCall, listed: list[ir.Value | None]) -> list[ir.Valu
 def _in_order(
     call: ModuleCall, values: Sequence[ir.Value | None], inputs: tuple[Pair, ...]
 ) -> PairedCall:
-    known = enumerate(zip(call.outputs, values, strict=True))
-    pairs = [
-        _pair(call, k, array, (value,))
-        for k, (array, value) in known
-        if array and value is not None
-    ]
+    """Pair the outputs of a call with as many tensors of the file, in order."""
+    pairs = []
+    for position, (array, value) in enumerate(zip(call.outputs, values, strict=True)):
+        if array is not None and value is not None:
+            pairs.append(_pair(call, position, array, (value,)))
     return PairedCall(call, tuple(pairs), inputs, len(values) - len(pairs))
 
 
 def _pair(
-    call: ModuleCall, place: int, array: StoredArray, candidates: tuple[ir.Value, ...]
+    call: ModuleCall, position: int, array: StoredArray, candidates: tuple[ir.Value, ...]
 ) -> Pair:
-    return Pair(str(place), array, candidates, call.computed_in[place] if call.computed_in else "")
+    """The pair for the output at a position."""
+    computed_in = call.computed_in[position] if call.computed_in else ""
+    return Pair(str(position), array, candidates, computed_in)
 
 
 def _inputs(tagged: TaggedModel, call: ModuleCall, signature: Signature) -> Iterable[Pair]:
+    """Pair the recorded inputs of a call with the tensors that its signature names."""
     for argument, array in call.inputs.items():
         name = signature.inputs.get(argument)
         if name is not None and name in tagged.values:
@@ -136,6 +136,7 @@ def _inputs(tagged: TaggedModel, call: ModuleCall, signature: Signature) -> Iter
 
 
 def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) -> PairedCall:
+    """Pair the outputs of a call with the fitting outputs of its region, in the order of computation."""
     if tagged.source == "none" or call.path not in tagged:
         return PairedCall(call, (), inputs, len(call.outputs), "the file has no nodes of it")
     try:
@@ -143,84 +144,102 @@ def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) 
     except InputError as error:
         return PairedCall(call, (), inputs, len(call.outputs), str(error))
     pairs = []
-    for place, array in enumerate(call.outputs):
-        fitting = [value for value in leaving if array is not None and _fits(tagged, value, array)]
-        if array is not None and fitting:  # in the order of computation
-            pairs.append(_pair(call, place, array, tuple(fitting)))
-    reason = "its tensors are those that leave its nodes: the file does not name them"
-    if not pairs:
-        nodes = tagged[call.path].nodes
-        inside = nodes and not any(node.graph is tagged.model.graph for node in nodes)
-        reason = (
-            "its nodes lie inside a branch or a loop"
-            if inside
-            else "the file has none of its tensors"
-        )
+    for position, array in enumerate(call.outputs):
+        if array is None:
+            continue
+        candidates = tuple(value for value in leaving if _fits(tagged, value, array))
+        if candidates:
+            pairs.append(_pair(call, position, array, candidates))
+    if pairs:
+        reason = "the file does not name its tensors; they are found among the outputs of its nodes"
+    elif _is_in_subgraphs(tagged, call.path):
+        reason = "its nodes lie inside a branch or a loop"
+    else:
+        reason = "the file has none of its tensors"
     return PairedCall(call, tuple(pairs), inputs, len(call.outputs) - len(pairs), reason)
 
 
+def _is_in_subgraphs(tagged: TaggedModel, path: str) -> bool:
+    """Whether a module has nodes, and all are inside branches or loops."""
+    nodes = tagged[path].nodes
+    return bool(nodes) and all(node.graph is not tagged.model.graph for node in nodes)
+
+
 def leaving_tensors(tagged: TaggedModel, path: str, number: int) -> list[ir.Value]:
-    """The outputs of a call's region in the main graph, without those of nodes that other modules share by fusion."""
+    """Outputs of a call's region in the main graph, except outputs of nodes that are fused with other modules."""
     region = tagged[path]
     region = region.call(number) if region.calls > 1 else region
-    values = (
-        value for value in region.outputs if value.name and tagged.values.get(value.name) is value
-    )
-    tensors = (value for value in values if is_tensor(tagged, value))
-    return [value for value in tensors if not _is_of_others(tagged, path, value.producer())]
+    leaving = []
+    for value in region.outputs:
+        is_in_main_graph = value.name and tagged.values.get(value.name) is value
+        if not is_in_main_graph or not is_tensor(tagged, value):
+            continue
+        if not _is_fused(tagged, path, value.producer()):
+            leaving.append(value)
+    return leaving
 
 
 def is_tensor(tagged: TaggedModel, value: ir.Value) -> bool:
-    """Whether a value is a tensor, and no sequence or optional, as far as its type is known."""
+    """Whether a value is a tensor, not a sequence or optional; True if its type is unknown."""
     kind = tagged.inferred.type(value)
     return kind is None or isinstance(kind, ir.TensorType)
 
 
-def _is_of_others(tagged: TaggedModel, path: str, node: ir.Node | None) -> bool:
-    """Whether a node was fused from work of other modules, too; a shared node does the whole work of each owner."""
+def _is_fused(tagged: TaggedModel, path: str, node: ir.Node | None) -> bool:
+    """Whether a node was fused from work of a module and of others; a shared node does the whole work of each owner."""
     if node is None or node.metadata_props.get(tags.REASON) == "shared":
         return False
     return not all(path in part.modules for part in tagged.work_of(node).parts)
 
 
 def _fits(tagged: TaggedModel, value: ir.Value, stored: StoredArray) -> bool:
-    """Whether the known or inferred type and shape of a tensor match an array; floats of any width do."""
+    """Whether the known or inferred type and shape of a tensor match an array; floats of any width match."""
     if value.dtype is None or value.shape is None:
         value = tagged.typed.get(str(value.name), value)
-    dtype = value.dtype
-    known = dtype is not None and dtype != ir.DataType.STRING
-    floats = known and dtype.is_floating_point() and is_float(stored.array)  # type: ignore[union-attr]
-    if known and not floats and dtype.numpy() != stored.array.dtype:  # type: ignore[union-attr]
-        return False
-    shape = stored.array.shape
-    if value.shape is None:
+    return _fits_type(value.dtype, stored.array) and _fits_shape(value.shape, stored.array)
+
+
+def _fits_type(dtype: ir.DataType | None, array: Array) -> bool:
+    """Whether an array has a type, if the type is known; floats of any width match."""
+    if dtype is None or dtype == ir.DataType.STRING:
         return True
-    dims = zip(value.shape, shape, strict=False)
-    return len(value.shape) == len(shape) and all(
-        not isinstance(dim, int) or dim == size for dim, size in dims
-    )
+    if dtype.is_floating_point() and is_float(array):
+        return True
+    return bool(dtype.numpy() == array.dtype)
+
+
+def _fits_shape(shape: ir.Shape | None, array: Array) -> bool:
+    """Whether an array has a shape, as far as the shape is known."""
+    if shape is None:
+        return True
+    if len(shape) != array.ndim:
+        return False
+    dims = zip(shape, array.shape, strict=True)
+    return all(not isinstance(dim, int) or dim == size for dim, size in dims)
 
 
 def unmatched_calls(
     tagged: TaggedModel, ran: Mapping[str, int], in_branches: Mapping[str, int]
 ) -> dict[str, str]:
-    """Return the modules whose number of calls differs from that in the export, with the reason.
+    """Return the modules whose number of calls differs from the export, with the reason.
 
-    ``ran``: Module path → how often it ran now. ``in_branches``: Module with nodes in branches →
-    how many of its calls are outside, or in branches taken now.
+    ``ran``: Module path → number of calls now. ``in_branches``: For a module with nodes in
+    branches, the number of its calls outside of branches, or in branches that are taken now.
     """
     reasons = {}
     for path, info in tagged.hierarchy.items():
         now = ran.get(path, 0)
         exported = len(tagged.signatures[path]) if path in tagged.signatures else info.calls
-        known = in_branches.get(path, exported)
-        if exported and not known:
-            taken = "it runs in a branch that PyTorch took now, and the file did not"
-            reasons[path] = taken if now else "the branch that it runs in was not taken"
-        elif now == known or not known or not info.fate.ran:
+        expected = in_branches.get(path, exported)
+        if exported and not expected:
+            if now:
+                reasons[path] = "it runs in a branch that PyTorch took now, and the file did not"
+            else:
+                reasons[path] = "the branch that it runs in was not taken"
+        elif now == expected or not expected or not info.fate.ran:
             continue
         elif now:
-            reasons[path] = f"it ran {_times(now)} now and {_times(known)} in the export"
+            reasons[path] = f"it ran {_times(now)} now and {_times(expected)} in the export"
         else:
             reasons[path] = (
                 "its calls cannot be seen: it runs in a branch, its forward is called directly, or the model is traced"
@@ -234,12 +253,19 @@ def _times(count: int) -> str:
 
 # --- comparison ---
 
-_Key = tuple[StoredArray, ir.Value, Tolerance | None, str]
+
+class _Comparison(NamedTuple):
+    """One comparison of a tensor of PyTorch with one of the file."""
+
+    expected: StoredArray
+    actual: ir.Value
+    tolerance: Tolerance | None
+    computed_in: str
 
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """A call with its tensors of the file and their differences; ``failed`` says why its part cannot be run."""
+    """A call with its tensors of the file and their differences; ``failed``: why its part cannot run, or ``""``."""
 
     paired: PairedCall
     outputs: tuple[tuple[ir.Value, TensorResult], ...]
@@ -260,21 +286,33 @@ class CheckedCall:
 def check_calls(
     run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerances
 ) -> list[CheckedCall]:
-    """Run a file, and compare the tensors of calls with those of the file that belong to them."""
-    wanted: defaultdict[ir.Value, dict[_Key, None]] = defaultdict(dict)
+    """Run a file once, and compare the paired tensors of calls.
+
+    Tensors are compared as soon as they are fetched, so that they need not stay in memory. Equal
+    comparisons, of a tensor that several calls return, are made once.
+    """
+    wanted: defaultdict[ir.Value, dict[_Comparison, None]] = defaultdict(dict)
     for paired in calls:
+        tolerance = tolerances(paired.call.path)
         for pair in (*paired.outputs, *paired.inputs):
             for value in pair.candidates:
-                wanted[value][_key(pair, value, tolerances(paired.call.path))] = None
-    sizes = {str(value.name): max(key[0].nbytes for key in keys) for value, keys in wanted.items()}
-    by_name = {str(value.name): value for value in wanted}
-    differences: dict[_Key, Difference] = {}
+                wanted[value][_comparison(pair, value, tolerance)] = None
+    sizes: dict[str, int] = {}
+    by_name: dict[str, ir.Value] = {}
+    for value, comparisons in wanted.items():
+        name = str(value.name)
+        by_name[name] = value
+        sizes[name] = max(comparison.expected.nbytes for comparison in comparisons)
+    differences: dict[_Comparison, Difference] = {}
     halves = half_precisions(run.tagged)
 
     def compare(name: str, array: Array) -> None:
-        for key in wanted[by_name[name]]:
-            computed_in = filter(None, (key[3], halves.get(name)))
-            differences[key] = difference(*key[0].compared_with(array), key[2], computed_in)
+        for comparison in wanted[by_name[name]]:
+            expected, actual = comparison.expected.compared_with(array)
+            computed_in = filter(None, (comparison.computed_in, halves.get(name)))
+            differences[comparison] = difference(
+                expected, actual, comparison.tolerance, computed_in
+            )
 
     run.fetch(sizes, compare)
 
@@ -283,59 +321,64 @@ def check_calls(
         tolerance = tolerances(paired.call.path)
         if paired.reason:
             paired = _each_once(paired, tolerance, differences)
-        outputs, inputs = (
-            tuple(
-                (
-                    value,
-                    TensorResult(
-                        pair.name, str(value.name), differences[_key(pair, value, tolerance)]
-                    ),
-                )
-                for pair in pairs
-                for value in pair.candidates
-            )
-            for pairs in (paired.outputs, paired.inputs)
-        )
+        outputs = _tensor_results(paired.outputs, tolerance, differences)
+        inputs = _tensor_results(paired.inputs, tolerance, differences)
         checked.append(CheckedCall(paired, outputs, inputs))
     return checked
 
 
-def _key(pair: Pair, value: ir.Value, tolerance: Tolerance | None) -> _Key:
-    return pair.expected, value, tolerance, pair.computed_in
+def _tensor_results(
+    pairs: Iterable[Pair],
+    tolerance: Tolerance | None,
+    differences: Mapping[_Comparison, Difference],
+) -> tuple[tuple[ir.Value, TensorResult], ...]:
+    """The compared tensors of pairs, with their differences."""
+    results = []
+    for pair in pairs:
+        for value in pair.candidates:
+            compared = differences[_comparison(pair, value, tolerance)]
+            results.append((value, TensorResult(pair.name, str(value.name), compared)))
+    return tuple(results)
+
+
+def _comparison(pair: Pair, value: ir.Value, tolerance: Tolerance | None) -> _Comparison:
+    """The comparison of a pair with one of its candidates."""
+    return _Comparison(pair.expected, value, tolerance, pair.computed_in)
 
 
 def _each_once(
-    paired: PairedCall, tolerance: Tolerance | None, differences: Mapping[_Key, Difference]
+    paired: PairedCall, tolerance: Tolerance | None, differences: Mapping[_Comparison, Difference]
 ) -> PairedCall:
-    """For a call whose tensors the file does not name, match each tensor with one output, the nearest first."""
-    options = [
-        (_rank(differences[_key(pair, value, tolerance)]), pair.name, value)
-        for pair in paired.outputs
-        for value in pair.candidates
-        if differences[_key(pair, value, tolerance)].comparable
-    ]
-    chosen: dict[str, ir.Value] = {}
-    for _, name, value in sorted(options, key=lambda option: option[0]):
-        if name not in chosen and value not in chosen.values():
-            chosen[name] = value
+    """Match each output of a call with one of its candidates, the nearest first, and each candidate once."""
+    options = []
+    for pair in paired.outputs:
+        for value in pair.candidates:
+            compared = differences[_comparison(pair, value, tolerance)]
+            if compared.comparable:
+                options.append((_rank(compared), pair.name, value))
+    options.sort(key=lambda option: option[0])
+    matches: dict[str, ir.Value] = {}
+    for _, name, value in options:
+        if name not in matches and value not in matches.values():
+            matches[name] = value
     outputs = tuple(
-        replace(pair, candidates=(chosen[pair.name],))
+        replace(pair, candidates=(matches[pair.name],))
         for pair in paired.outputs
-        if pair.name in chosen
+        if pair.name in matches
     )
-    return replace(
-        paired, outputs=outputs, missing=paired.missing + len(paired.outputs) - len(outputs)
-    )
+    missing = paired.missing + len(paired.outputs) - len(outputs)
+    return replace(paired, outputs=outputs, missing=missing)
 
 
 def _rank(result: Difference) -> tuple[bool, float]:
+    """The order of candidates: agreeing ones first, then by the largest difference, NaN last."""
     return bool(result.problem), math.inf if math.isnan(result.max_abs) else result.max_abs
 
 
 def excesses(calls: Iterable[CheckedCall]) -> dict[ir.Value, float]:
     """Return compared tensor → the smallest of its differences, in units of the tolerance."""
-    largest: dict[ir.Value, float] = {}
+    smallest: dict[ir.Value, float] = {}
     for call in calls:
         for value, result in (*call.outputs, *call.inputs):
-            largest[value] = min(largest.get(value, math.inf), result.difference.excess)
-    return largest
+            smallest[value] = min(smallest.get(value, math.inf), result.difference.excess)
+    return smallest

@@ -27,7 +27,7 @@ IDLE = (DATA_HAS_VALUES,)
 
 def compare_command(
     file: Annotated[Path, "The ONNX file that is right."],
-    other: Annotated[Path, "The one that is compared with it."],
+    other: Annotated[Path, "The ONNX file to compare with it."],
     runs_on: DataOptions,
     select: SelectOption = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
@@ -37,7 +37,7 @@ def compare_command(
 ) -> None:
     """Compare two files of one model, module by module.
 
-    Exit status 1 where a module differs.
+    Exit status 1 if a module differs.
     """
     from htp_export.capabilities.verify.file_comparing import compare
 

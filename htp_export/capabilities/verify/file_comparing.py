@@ -1,9 +1,9 @@
-"""``compare``: two ONNX files of one model, module by module."""
+"""``compare``: compare two ONNX files of one model, module by module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -55,9 +55,9 @@ def compare(
     """Compare two ONNX files of one model, module by module: before and after an optimiser, float and quantized.
 
     Both run on the same inputs, and the outputs of each module are compared. A module without a
-    tensor of its own in one of the files, because it was fused, is compared at the nearest module
-    around it that has one in both. Floats of different widths are compared with the tolerance of
-    the narrower.
+    tensor of its own in one of the files, because it was fused, is compared at the innermost module
+    around it with a tensor in both. Floats of different widths are compared with the tolerance of
+    the narrower type.
 
     Thread-safe, also for calls on the same model.
 
@@ -66,8 +66,8 @@ def compare(
         b: The model to compare with it.
         data: The inputs of one run, as for `quantize`, with the names of ``a``; None for random
             inputs.
-        dims: Name of an open dimension of ``a`` → size. Random inputs have 1 without; ``data`` of
-            other sizes are refused.
+        dims: Name of an open dimension of ``a`` → size. The default for random inputs is 1;
+            ``data`` of other sizes are refused.
         shapes: For random inputs: input name → shape.
         select: Only these modules; see ``TaggedModel.select``.
         seed: Seed of the random inputs.
@@ -125,6 +125,7 @@ def _check_one_model(
     shared = [path for path in ours if path in theirs]
     for path in shared:
         first, second = ours.hierarchy[path], theirs.hierarchy[path]
+        # A fused or generated module may have another class.
         if not first.may_be(second):
             classes = f"a {first.simple_class} in one and a {second.simple_class} in the other"
             problem = f"module {path or '(root)'!r} is {classes}"
@@ -140,19 +141,18 @@ def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -
     signature, other_signature = ours.signature(""), theirs.signature("")
     renamed: dict[str, str] = {}
     if signature is not None and other_signature is not None:
-        pairs = (
-            (tensor, other_signature.inputs.get(argument))
-            for argument, tensor in signature.inputs.items()
-        )
-        renamed = {
-            first: second for first, second in pairs if first is not None and second is not None
-        }
-    known = Inputs.of(theirs.model)
-    arrays = {
-        key if key in known else renamed.get(key, key): array for key, array in feed.arrays.items()
-    }
+        for argument, tensor in signature.inputs.items():
+            counterpart = other_signature.inputs.get(argument)
+            if tensor is not None and counterpart is not None:
+                renamed[tensor] = counterpart
+    inputs = Inputs.of(theirs.model)
+    arrays = {}
+    for name_in_first, array in feed.arrays.items():
+        has_same_name = name_in_first in inputs
+        other_name = name_in_first if has_same_name else renamed.get(name_in_first, name_in_first)
+        arrays[other_name] = array
     try:
-        return dict(known.feed_again(arrays).arrays)
+        return dict(inputs.feed_again(arrays).arrays)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
 
@@ -164,90 +164,111 @@ def _with_reasons(
     first: FileRun,
     second: FileRun,
 ) -> dict[str, ModuleResult]:
-    """The results, with the reason for each module that was not compared: which file has no tensor of it."""
+    """Replace the results of modules that were not compared: with the file that lacks their tensors as the reason."""
     compared = {call.path for call in checked if call.outputs}
     in_first = {call.path for call in calls if any(output is not None for output in call.outputs)}
 
-    def lacking(path: str) -> str:
+    def reason(path: str) -> str:
         if path in compared:
             return ""
         if path not in second.tagged:
             return f"{second.name} has no such module"
         return f"{second.name if path in in_first else first.name} has none of its tensors"
 
-    return {path: _around(results, result, lacking(path)) for path, result in results.items()}
+    return {path: _around(results, result, reason(path)) for path, result in results.items()}
 
 
-def _around(
-    results: Mapping[str, ModuleResult], result: ModuleResult, lacking: str
-) -> ModuleResult:
-    """For a module without a tensor in one of the files, add the nearest compared module around it."""
+def _around(results: Mapping[str, ModuleResult], result: ModuleResult, reason: str) -> ModuleResult:
+    """For a module without a tensor in one of the files, add the innermost compared module around it."""
     if result.compared or not (result.status == NOT_COMPARED or result.fate.is_merged):
         return result
-    around = (
-        up
-        for up in tags.ancestors(result.path)
-        if up != result.path and up in results and results[up].compared
-    )
-    at = next(around, None)
-    where = f"; compared at {at or '(root)'}" if at is not None else ""
-    return replace(result, status=NOT_COMPARED, reason=lacking + where, compared_at=at)
+    for around in tags.ancestors(result.path):
+        if around != result.path and around in results and results[around].compared:
+            reason += f"; compared at {around or '(root)'}"
+            return replace(result, status=NOT_COMPARED, reason=reason, compared_at=around)
+    return replace(result, status=NOT_COMPARED, reason=reason, compared_at=None)
 
 
-# --- the calls that a file knows of ---
+# --- calls of modules according to a file ---
+
+
+@dataclass(frozen=True)
+class _CallTensors:
+    """The tensors of one call in a file: arguments → tensor, and results, None for missing ones."""
+
+    path: str
+    number: int
+    inputs: Mapping[str, ir.Value]
+    results: Sequence[ir.Value | None]
 
 
 def calls_in_file(run: FileRun, store: ArrayStore) -> list[ModuleCall]:
-    """Return every call of every module that a file knows of, with its tensors, in the order in which they end."""
-    tensors = _tensors_of_calls(run.tagged)
-    known = infer_bound(run.tagged.model, {name: array.shape for name, array in run.feed.items()})
-    wanted = dict.fromkeys(
-        value for _, _, entered, back in tensors for value in (*entered.values(), *back) if value
-    )
-    arrays = run.stored({str(value.name): known.bytes_of(value) or 0 for value in wanted}, store)
-    calls, halves = [], half_precisions(run.tagged)
-    for path, number, entered, back in tensors:
-        outputs = tuple(arrays[str(value.name)] if value is not None else None for value in back)
-        inputs = {argument: arrays[str(value.name)] for argument, value in entered.items()}
-        computed_in = tuple(
-            halves.get(str(value.name), "") if value is not None else "" for value in back
+    """Return every module call that a file records, with the values of its tensors, in the order in which they end."""
+    call_tensors = _tensors_of_calls(run.tagged)
+    shapes = infer_bound(run.tagged.model, {name: array.shape for name, array in run.feed.items()})
+    sizes: dict[str, int] = {}
+    for call in call_tensors:
+        for value in (*call.inputs.values(), *call.results):
+            if value is not None and str(value.name) not in sizes:
+                sizes[str(value.name)] = shapes.bytes_of(value) or 0
+    arrays = run.stored(sizes, store)
+    halves = half_precisions(run.tagged)
+    calls = []
+    for call in call_tensors:
+        names = [None if value is None else str(value.name) for value in call.results]
+        calls.append(
+            ModuleCall(
+                call.path,
+                call.number,
+                inputs={
+                    argument: arrays[str(value.name)] for argument, value in call.inputs.items()
+                },
+                outputs=tuple(None if name is None else arrays[name] for name in names),
+                computed_in=tuple(halves.get(name or "", "") for name in names),
+            )
         )
-        calls.append(ModuleCall(path, number, inputs, outputs, computed_in=computed_in))
     return calls
 
 
-_CallTensors = tuple[str, int, dict[str, ir.Value], list["ir.Value | None"]]
-
-
 def _tensors_of_calls(tagged: TaggedModel) -> list[_CallTensors]:
-    """Path, number, arguments and results of every call that a file knows of, in the order in which they end."""
-    order = {value: place for place, value in enumerate(tagged.values.values())}
-    calls: list[_CallTensors] = []
+    """The tensors of every module call that a file records, in the order in which the calls end."""
+    order = {value: position for position, value in enumerate(tagged.values.values())}
+    calls = []
     for path, info in tagged.hierarchy.items():
         for number in range(max(len(tagged.signatures.get(path, ())), info.calls)):
-            signature = tagged.signature(path, number)
-            names = {} if signature is None else signature.inputs
-            inputs = {
-                arg: tagged.values[name]
-                for arg, name in names.items()
-                if name is not None and name in tagged.values
-            }
-            calls.append((path, number, inputs, _results(tagged, path, number)))
+            inputs = _inputs(tagged, path, number)
+            calls.append(_CallTensors(path, number, inputs, _results(tagged, path, number)))
 
     def end(call: _CallTensors) -> tuple[int, int]:
-        path, _, _, results = call
-        last = max((order.get(value, -1) for value in results if value is not None), default=-1)
-        return last, -path.count(".") - bool(path)
+        """The position of the last result; of calls that end with one tensor, the innermost is first."""
+        results = [order.get(value, -1) for value in call.results if value is not None]
+        depth = call.path.count(".") + bool(call.path)
+        return max(results, default=-1), -depth
 
     return sorted(calls, key=end)
 
 
+def _inputs(tagged: TaggedModel, path: str, number: int) -> dict[str, ir.Value]:
+    """The tensors that a file names as arguments of a call."""
+    signature = tagged.signature(path, number)
+    if signature is None:
+        return {}
+    names = signature.inputs.items()
+    return {
+        argument: tagged.values[name]
+        for argument, name in names
+        if name is not None and name in tagged.values
+    }
+
+
 def _results(tagged: TaggedModel, path: str, number: int) -> list[ir.Value | None]:
+    """The results of a call: named ones, None in place of others than tensors; or the outputs of its nodes."""
     named = next(named_results(tagged, path, number), None)
-    if named is not None or tagged.source == "none":
+    if named is None and tagged.source == "none":
+        return []
+    if named is not None:
         return [
-            value if value is not None and is_tensor(tagged, value) else None
-            for value in named or ()
+            value if value is not None and is_tensor(tagged, value) else None for value in named
         ]
     try:
         return list(leaving_tensors(tagged, path, number))

@@ -1,8 +1,7 @@
-"""Finds which of the modules whose outputs differ are wrong themselves.
+"""Locate the modules that cause a difference, among all modules whose outputs differ.
 
 A tensor is an *origin* if it differs although all compared tensors from which it is computed agree.
-The first module whose call ends with an origin, the innermost, is wrong itself. See
-``docs/verify.md``.
+The first, innermost module whose call ends with an origin is wrong itself. See ``docs/verify.md``.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from htp_export.capabilities.verify.results import (
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance, NodeCalls
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.model_metadata import read_contamination
 from htp_export.model.boundaries import input_dependent_values
 from htp_export.model.tagged import TaggedModel
@@ -35,14 +36,14 @@ from htp_export.runtime.comparing import Tolerance
 from htp_export.shapes.operator_kinds import SIZES_ONLY
 
 _SUDDEN = 4
-"""How many times the error at its inputs a correct module may have at its output: sums of rounding errors grow."""
+"""Ratio of output error to input error that a correct module may have: rounding errors accumulate."""
 
 
 @dataclass(frozen=True)
 class Blame:
     """The modules that are wrong themselves, in the order in which their calls ended.
 
-    ``calls`` are indices of calls; ``modules``, path → what is wrong, also has modules without a
+    ``calls`` are indices of calls. ``modules``, path → problem, also contains modules without a
     tensor of their own.
     """
 
@@ -51,7 +52,7 @@ class Blame:
 
 
 def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
-    """Return the modules that return origins of errors; the calls are in the order in which they ended."""
+    """Return the modules whose outputs are origins of errors; the calls are in the order in which they ended."""
     excess = excesses(calls)
     origins = _origins(tagged, excess)
     blamed: list[int] = []
@@ -60,77 +61,86 @@ def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
     for index, call in enumerate(calls):
         inputs = {value for value, _ in call.inputs}
         for value, result in call.inputs:
-            if value in origins - explained and not _is_given_back(value, calls):
-                modules.setdefault(
-                    _maker(tagged, value), f"makes {result.tensor!r}: {result.difference.problem}"
-                )
+            is_unexplained = value in origins and value not in explained
+            if is_unexplained and not _is_result(value, calls):
+                # No module returns it: the module that computes it for another one is wrong.
+                problem = f"computes {result.tensor!r}: {result.difference.problem}"
+                modules.setdefault(_computing_module(tagged, value), problem)
                 explained.add(value)
         for value, result in call.outputs:
             is_origin = value not in inputs and value in origins
-            # it is the tensor of another
-            is_another = excess[value] <= 1 and not result.difference.agrees
-            if (is_origin and value not in explained) or is_another:
+            # The tensor itself is right elsewhere: the call returns another one in its place.
+            is_other_tensor = excess[value] <= 1 and not result.difference.agrees
+            if (is_origin and value not in explained) or is_other_tensor:
                 explained.add(value)
                 blamed.append(index)
                 modules.setdefault(call.path, "")
     return Blame(tuple(dict.fromkeys(blamed)), modules)
 
 
-def _is_given_back(value: ir.Value, calls: Sequence[CheckedCall]) -> bool:
-    return any(
-        value in (output for output, _ in call.outputs)
-        and value not in (argument for argument, _ in call.inputs)
-        for call in calls
-    )
+def _is_result(value: ir.Value, calls: Sequence[CheckedCall]) -> bool:
+    """Whether a call returns a tensor that is not one of its own inputs."""
+    for call in calls:
+        is_output = any(output is value for output, _ in call.outputs)
+        if is_output and all(argument is not value for argument, _ in call.inputs):
+            return True
+    return False
 
 
-def _maker(tagged: TaggedModel, value: ir.Value) -> str:
-    """The module that computes a tensor, or the nearest module around all of its owners."""
+def _computing_module(tagged: TaggedModel, value: ir.Value) -> str:
+    """The module that computes a tensor, or the innermost common parent of its owners."""
     producer = value.producer()
     owners = tagged.owners_of(producer) if producer is not None else ()
     return tags.common_ancestor(owners)
 
 
 def _origins(tagged: TaggedModel, excess: Mapping[ir.Value, float]) -> set[ir.Value]:
-    """The tensors that differ although the tensors from which they are computed agree."""
-    worst_inputs = {
-        value: _worst_read(tagged, value, excess) for value, size in excess.items() if size > 1
-    }
-    origins = {value for value, most in worst_inputs.items() if most <= 1}
-    sudden = {value for value in origins if excess[value] > _SUDDEN * worst_inputs[value]}
+    """Tensors that differ although the tensors from which they are computed agree.
+
+    If there are some whose error is much larger than at their inputs, only these.
+    """
+    origins: set[ir.Value] = set()
+    sudden: set[ir.Value] = set()
+    differing = {value: size for value, size in excess.items() if size > 1}
+    for value, size in differing.items():
+        worst_input = _worst_input(tagged, value, excess)
+        if worst_input <= 1:
+            origins.add(value)
+            if size > _SUDDEN * worst_input:
+                sudden.add(value)
     return sudden or origins
 
 
-def _worst_read(tagged: TaggedModel, value: ir.Value, excess: Mapping[ir.Value, float]) -> float:
+def _worst_input(tagged: TaggedModel, value: ir.Value, excess: Mapping[ir.Value, float]) -> float:
     """The largest excess of the nearest compared tensors from which a tensor is computed."""
-    return max(
-        (excess.get(each, 0.0) for each in computed_from(tagged, _sources(tagged, value), excess)),
-        default=0.0,
-    )
+    nearest = computed_from(tagged, _sources(tagged, value), excess)
+    return max((excess.get(source, 0.0) for source in nearest), default=0.0)
 
 
 def computed_from(
     tagged: TaggedModel, values: Iterable[ir.Value], stops: Container[ir.Value] = ()
 ) -> set[ir.Value]:
-    """Tensors, and all that they are computed from, up to the nearest ``stops``, which are among them."""
+    """Tensors and all tensors that they are computed from, up to and including the nearest ``stops``."""
     seen, queue = set[ir.Value](), [*values]
     while queue:
         value = queue.pop()
         if value not in seen:
             seen.add(value)
-            queue.extend(() if value in stops else _sources(tagged, value))
+            if value not in stops:
+                queue.extend(_sources(tagged, value))
     return seen
 
 
 def _sources(tagged: TaggedModel, value: ir.Value) -> Iterator[ir.Value]:
+    """Tensors that the producer of a tensor consumes, also inside its subgraphs."""
     node = value.producer()
     return iter(()) if node is None else tagged.index.reads(node)
 
 
 def blame_by_nesting(calls: Sequence[CheckedCall]) -> Blame:
-    """Return the wrong calls inside of which no other call is wrong, for calls that each ran on the right inputs."""
+    """Return the wrong calls without a wrong call inside, for calls that each ran on the right inputs."""
     blamed: list[int] = []
-    latest_wrong = -1  # when the last wrong call so far began
+    latest_wrong = -1  # the latest beginning of a wrong call so far
     for index, call in enumerate(calls):
         began = call.paired.call.began
         if call.wrong:
@@ -141,7 +151,7 @@ def blame_by_nesting(calls: Sequence[CheckedCall]) -> Blame:
 
 
 def with_missing_outputs(tagged: TaggedModel, blame: Blame, root: ModuleCall) -> Blame:
-    """Add the root if the file returns fewer tensors than the model."""
+    """Add the root if the file has fewer results than the model."""
     missing = len(root.outputs) - len(tagged.results)
     if missing <= 0:
         return blame
@@ -149,21 +159,19 @@ def with_missing_outputs(tagged: TaggedModel, blame: Blame, root: ModuleCall) ->
     return replace(blame, modules={**blame.modules, root.path: reason})
 
 
-# --- tags that contradict the graph, whatever the values of the tensors ---
+# --- tags that contradict the graph, independent of the values of tensors ---
 
 # A tensor with the right values may still be computed by nodes of another module. The graph shows
 # this, together with the names of the inputs and outputs of modules in PyTorch (`htp.signatures`).
 
 
 def with_contradictions(tagged: TaggedModel, blame: Blame, paths: Collection[str]) -> Blame:
-    """Add the modules whose tags contradict the graph, after those whose values are wrong."""
-    known = blame.modules
-    contradicting = {
-        path: why
-        for path, why in contradictions(tagged).items()
-        if path in paths and path not in known
-    }
-    return replace(blame, modules={**known, **contradicting}) if contradicting else blame
+    """Add the modules whose tags contradict the graph, after the modules with wrong values."""
+    modules = dict(blame.modules)
+    for path, problem in contradictions(tagged).items():
+        if path in paths:
+            modules.setdefault(path, problem)
+    return replace(blame, modules=modules)
 
 
 def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
@@ -171,78 +179,85 @@ def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
 
     - A constant or dead module returns a tensor that depends on the inputs, or that a result depends on.
     - A computed module returns a tensor that no node of its region computes.
-    - A call of it has an input that nodes of this call compute, and that is none of its outputs.
+    - One of its calls has an input that nodes of this call compute, and that is no output of the module.
 
     Modules whose boundary differs from PyTorch according to the export (``htp.contamination``) are
-    left out.
+    skipped.
     """
     if tagged.source != "htp" or not tagged.signatures:
         return {}
     excused = {path for path, *_ in read_contamination(tagged.model.metadata_props)}
-    facts = _Facts(tagged)
-    reasons = (
-        (path, next(facts.reasons(path), ""))
-        for path in tagged.paths
-        if path and path not in excused
-    )
-    return {path: reason for path, reason in reasons if reason}
+    finder = _Contradictions(tagged)
+    problems = {}
+    for path in tagged.paths:
+        if path and path not in excused:
+            problem = next(finder.of(path), None)
+            if problem is not None:
+                problems[path] = problem
+    return problems
 
 
-class _Facts:
+class _Contradictions:
+    """Finds contradictions between the tags of a model and its graph, module by module."""
+
     def __init__(self, tagged: TaggedModel) -> None:
         self._tagged = tagged
         self._varying = input_dependent_values(tagged.model, tagged.nodes)
         self._useful = _useful(tagged)
 
-    def reasons(self, path: str) -> Iterator[str]:
+    def of(self, path: str) -> Iterator[str]:
+        """The contradictions of one module."""
         fate = self._tagged.hierarchy[path].fate
         calls = self._tagged.signatures.get(path, ())
         outputs = self._values([name for call in calls for name in call.outputs])
-        taken = [self._values(list(call.inputs.values())) for call in calls]
-        new = [
-            value
-            for value in outputs
-            if not any(value in inputs_of_call for inputs_of_call in taken)
-        ]
-        if fate.is_folded or fate.is_needless:
-            leads = "depends on the inputs" if fate.is_folded else "leads to a result"
-            for value in new:
-                if fate.is_folded or value in self._useful:
-                    yield f"it is said to be {fate}, but {value.name!r}, which it gives back, {leads}"
+        inputs = [self._values(list(call.inputs.values())) for call in calls]
+        passed_on = {value for values in inputs for value in values}
+        # Inputs that the module returns unchanged are not its work.
+        results = [value for value in outputs if value not in passed_on]
+        if fate.is_folded:
+            for value in results:
+                yield f"it is tagged {fate}, but its output {value.name!r} depends on the inputs"
+        elif fate.is_needless:
+            for value in results:
+                if value in self._useful:
+                    yield f"it is tagged {fate}, but its output {value.name!r} leads to a result"
         elif fate.is_exact:
-            for value in new:
-                work = self._work(value)
-                if path not in work.modules:
-                    owners = ", ".join(
-                        repr(owner) if owner else "the model itself" for owner in work.owners
-                    )
-                    yield f"{value.name!r}, which it gives back, is computed by {owners}"
-            for number, values in enumerate(taken):
-                inside = Instance(path, number)
-                for value in values:
-                    if value not in outputs and all(
-                        inside in part.running for part in self._work(value).parts
-                    ):
-                        yield f"{value.name!r}, which it is given, is computed by its own nodes"
+            for value in results:
+                yield from self._foreign_output(path, value)
+            for number, values in enumerate(inputs):
+                others = [value for value in values if value not in outputs]
+                yield from self._own_inputs(Instance(path, number), others)
+
+    def _own_inputs(self, call: Instance, inputs: Sequence[ir.Value]) -> Iterator[str]:
+        """The contradictions that inputs of a call are computed inside of it."""
+        for value in inputs:
+            if all(call in part.running for part in self._work(value).parts):
+                yield f"its input {value.name!r} is computed by its own nodes"
+
+    def _foreign_output(self, path: str, value: ir.Value) -> Iterator[str]:
+        """The contradiction that an output of a module is computed outside of it."""
+        work = self._work(value)
+        if path not in work.modules:
+            names = [repr(owner) if owner else "the model itself" for owner in work.owners]
+            yield f"its output {value.name!r} is computed by {', '.join(names)}"
 
     def _values(self, names: Sequence[str | None]) -> list[ir.Value]:
         """The tensors with these names that nodes compute from the inputs."""
-        values = (
-            self._tagged.values.get(name) for name in dict.fromkeys(names) if name is not None
-        )
-        return [
-            value
-            for value in values
-            if value in self._varying and value is not None and self._work(value).parts
-        ]
+        values = []
+        for name in dict.fromkeys(names):
+            value = None if name is None else self._tagged.values.get(name)
+            if value is not None and value in self._varying and self._work(value).parts:
+                values.append(value)
+        return values
 
     def _work(self, value: ir.Value) -> NodeCalls:
+        """The module calls that the producer of a tensor belongs to."""
         producer = value.producer()
         return NodeCalls() if producer is None else self._tagged.work_of(producer)
 
 
 def _useful(tagged: TaggedModel) -> set[ir.Value]:
-    """The tensors of the main graph on whose values, not only sizes, a result of the model depends."""
+    """Tensors of the main graph on whose values, not only sizes, a result of the model depends."""
     useful = set(tagged.results)
     for node in reversed(tagged.model.graph):
         if node.op_type not in SIZES_ONLY and any(value in useful for value in node.outputs):
@@ -253,7 +268,7 @@ def _useful(tagged: TaggedModel) -> set[ir.Value]:
 def tolerance_of(
     tagged: TaggedModel, tolerances: Mapping[str, tuple[float, float]]
 ) -> Callable[[str], Tolerance | None]:
-    """A function from a module to its tolerance, None without one; the last selector that matches applies."""
+    """Return a function from module path to tolerance, None without one; the last selector that matches applies."""
     check_tolerances(tolerances)
     by_path: dict[str, Tolerance] = {}
     for selector, (absolute, relative) in tolerances.items():
@@ -262,7 +277,7 @@ def tolerance_of(
 
 
 def check_tolerances(tolerances: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse tolerances that are no numbers from 0 up."""
+    """Refuse negative tolerances, and NaN."""
     for selector, (absolute, relative) in tolerances.items():
         if not (absolute >= 0 and relative >= 0):
             raise InputError(
@@ -279,67 +294,90 @@ def module_results(
     *,
     isolated: bool,
 ) -> dict[str, ModuleResult]:
-    """The result of every chosen module, in the order of the module tree; ``reasons`` says why one was not compared."""
+    """Build the result of every chosen module, in the order of the module tree.
+
+    ``reasons``: module path → why it was not compared.
+    """
     blamed, by_module = set(blame.calls), defaultdict(list)
     for index, call in enumerate(calls):
         by_module[call.path].append(_call_result(tagged, call, index in blamed, isolated=isolated))
-    call_reasons = {call.path: call.paired.reason for call in calls if call.paired.reason}
-    call_reasons |= {call.path: call.failed for call in calls if call.failed}
-    call_reasons |= {path: reason for path, reason in blame.modules.items() if reason}
-    return {
-        path: _module_result(
-            tagged, path, by_module[path], reasons.get(path) or call_reasons.get(path, ""), blame
-        )
-        for path in tagged.paths
-        if path in chosen
-    }
+    # From the least important reason to the most important one.
+    notes = {call.path: call.paired.reason for call in calls if call.paired.reason}
+    notes.update((call.path, call.failed) for call in calls if call.failed)
+    notes.update((path, problem) for path, problem in blame.modules.items() if problem)
+    notes.update((path, reason) for path, reason in reasons.items() if reason)
+    results = {}
+    for path in tagged.paths:
+        if path in chosen:
+            note = notes.get(path, "")
+            results[path] = _module_result(tagged, path, by_module[path], note, blame)
+    return results
 
 
 def _call_result(
     tagged: TaggedModel, call: CheckedCall, blamed: bool, *, isolated: bool
 ) -> CallResult:
-    agreeing = NAN if any(result.difference.nan for _, result in call.outputs) else AGREES
-    status = DIFFERS if blamed else INHERITS if call.wrong else agreeing
-    if not call.outputs and not call.failed:
-        status = NOT_COMPARED
-    elif not isolated and not blamed and tagged.hierarchy[call.path].fate.passes_on:
-        # its tensor is another's, who answers for it
-        status = str(tagged.hierarchy[call.path].fate)
+    """Build the result of one call."""
     return CallResult(
         call.paired.call.number,
-        status,
+        _call_status(tagged.hierarchy[call.path].fate, call, blamed, isolated=isolated),
         tuple(result for _, result in call.outputs),
         tuple(result for _, result in call.inputs),
         call.paired.missing,
     )
 
 
+def _call_status(fate: Fate, call: CheckedCall, blamed: bool, *, isolated: bool) -> str:
+    """The status of one call of a module with this fate."""
+    if not call.outputs and not call.failed:
+        return NOT_COMPARED
+    if blamed:
+        return DIFFERS
+    if fate.passes_on and not isolated:
+        # It returns a tensor of another module, which has the result for it.
+        return str(fate)
+    if call.wrong:
+        return INHERITS
+    return NAN if any(result.difference.nan for _, result in call.outputs) else AGREES
+
+
 def _module_result(
-    tagged: TaggedModel, path: str, calls: list[CallResult], reason: str, blame: Blame
+    tagged: TaggedModel, path: str, calls: list[CallResult], note: str, blame: Blame
 ) -> ModuleResult:
+    """Build the result of one module from its calls; ``note`` is the most important remark on it."""
     info = tagged.hierarchy[path]
     calls = sorted(calls, key=lambda call: call.number)
     statuses = {call.status for call in calls}
     status = next((candidate for candidate in COMPARED if candidate in statuses), None)
     if path in blame.modules:
         status = DIFFERS
-    missing = sum(call.missing for call in calls)
-    merged = f"merged with {', '.join(map(repr, info.fused_with))}" if info.fused_with else ""
     if status is None:
         status = info.fate.remark or NOT_COMPARED
-        if info.fate.is_merged:
-            reason = merged or reason
-        elif status == NOT_COMPARED and not calls:
-            reason = reason or "its calls were not seen: its forward was not called as a module"
-        elif status == NOT_COMPARED:
-            reason = reason or (
-                "the file has none of its tensors" if missing else "it gives back no tensor"
-            )
+        reason = _why_not_compared(info, status, calls, note)
     else:
-        reason = (
-            reason or merged or (f"{missing} of its outputs are not in the file" if missing else "")
-        )
-    shown = tuple(
-        call for call in calls if call.outputs and not (info.fate.passes_on and status == info.fate)
-    )
-    return ModuleResult(path, info.class_name, info.fate, status, shown, reason)
+        missing = sum(call.missing for call in calls)
+        lacking = f"{missing} of its outputs are not in the file" if missing else ""
+        reason = note or _merged_text(info) or lacking
+    # The calls of a module that passes on its input are the results of another module.
+    if info.fate.passes_on and status == info.fate:
+        calls = []
+    compared = tuple(call for call in calls if call.outputs)
+    return ModuleResult(path, info.class_name, info.fate, status, compared, reason)
+
+
+def _why_not_compared(info: ModuleInfo, status: str, calls: Sequence[CallResult], note: str) -> str:
+    """The reason why a module was not compared; ``""`` if its fate says it."""
+    if info.fate.is_merged:
+        return _merged_text(info) or note
+    if note or status != NOT_COMPARED:
+        return note
+    if not calls:
+        return "its calls were not seen: its forward was not called as a module"
+    if any(call.missing for call in calls):
+        return "the file has none of its tensors"
+    return "it returns no tensor"
+
+
+def _merged_text(info: ModuleInfo) -> str:
+    """The modules that a fused module is merged with, as a remark; ``""`` if there are none."""
+    return f"merged with {', '.join(map(repr, info.fused_with))}" if info.fused_with else ""

@@ -1,9 +1,9 @@
-"""Packed sequences in PyTorch, and what a file of the TorchScript exporter has in their place.
+"""Packed sequences of PyTorch, and their counterparts in files of the TorchScript exporter.
 
-A ``PackedSequence`` has the steps of all sequences one after another, ``data``, and how many
-sequences each step has, ``batch_sizes``. The recurrent operators of ONNX take padded sequences and
-their lengths: the exporter leaves ``data`` padded, ``[step, sequence, ...]``, and has the lengths
-in place of ``batch_sizes``.
+A ``PackedSequence`` consists of ``data``, the elements of all sequences step by step, and
+``batch_sizes``, the number of sequences at each step. ONNX's recurrent operators accept padded
+sequences and their lengths instead: in a file, the counterpart of ``data`` is padded, ``[step,
+sequence, ...]``, and the counterpart of ``batch_sizes`` are the lengths.
 """
 
 from __future__ import annotations
@@ -19,51 +19,48 @@ from htp_export.runtime.arrays import Array, StoredArray, from_torch
 
 @dataclass(frozen=True, eq=False)
 class PackedArray(StoredArray):
-    """A tensor of a packed sequence: its data, or its batch sizes."""
+    """One tensor of a packed sequence: ``data``, or ``batch_sizes`` if not ``is_data``."""
 
     batch_sizes: Array
     is_data: bool
 
     @property
     def in_file(self) -> Array:
-        """The tensor as a file has it: zeros after the end of a sequence, or the lengths."""
+        """The counterpart in a file: padded with zeros, or the lengths."""
         if not self.is_data:
             return self._lengths
-        padded = np.zeros(
-            (len(self.batch_sizes), int(self.batch_sizes[0]), *self.array.shape[1:]),
-            self.array.dtype,
-        )
-        padded[self._is_step] = self.array
+        mask = self._mask
+        padded = np.zeros((*mask.shape, *self.array.shape[1:]), self.array.dtype)
+        padded[mask] = self.array
         return padded
 
     def compared_with(self, actual: Array) -> tuple[Array, Array]:
-        """As of `StoredArray`. What lies after the end of a sequence is open, and is not compared."""
+        """Like `StoredArray.compared_with`; the padding is undefined, and not compared."""
         if not self.is_data:
-            return (
-                (self._lengths, actual)
-                if actual.shape == self._lengths.shape
-                else (self.array, actual)
-            )
-        steps, sequences = self._is_step.shape
-        is_padded = (
-            actual.ndim == self.array.ndim + 1
-            and actual.shape[0] >= steps
-            and actual.shape[1] == sequences
-        )
-        return self.array, actual[:steps][self._is_step] if is_padded else actual
+            is_lengths = actual.shape == self._lengths.shape
+            return self._lengths if is_lengths else self.array, actual
+        mask = self._mask
+        steps, sequences = mask.shape
+        if actual.ndim != self.array.ndim + 1 or actual.shape[1] != sequences:
+            return self.array, actual
+        # The file may be padded to more steps than the longest sequence has.
+        if actual.shape[0] < steps:
+            return self.array, actual
+        return self.array, actual[:steps][mask]
 
     @property
-    def _is_step(self) -> Array:
-        """Whether a sequence has a step: ``[step, sequence]``, the longest sequence first."""
+    def _mask(self) -> Array:
+        """``[step, sequence]``: whether the sequence has this step. The longest sequence comes first."""
         return np.asarray(np.arange(int(self.batch_sizes[0])) < self.batch_sizes[:, None])
 
     @property
     def _lengths(self) -> Array:
-        return np.asarray(self._is_step.sum(0), np.int32)
+        """The length of each sequence."""
+        return np.asarray(self._mask.sum(0), np.int32)
 
 
 def packed_by(tree: Any) -> dict[int, tuple[Array, bool]]:
-    """Return ``id`` of each tensor of the packed sequences among arguments or results → batch sizes, and if it is data.
+    """Find packed sequences among arguments or results: ``id`` of each tensor → batch sizes, and whether it is data.
 
     Examples:
         >>> import torch
@@ -71,15 +68,16 @@ def packed_by(tree: Any) -> dict[int, tuple[Array, bool]]:
         >>> [(sizes.tolist(), is_data) for sizes, is_data in packed_by((sequence, None)).values()]
         [([2, 1], True), ([2, 1], False)]
     """
-    found: dict[int, tuple[Array, bool]] = {}
+    packed: dict[int, tuple[Array, bool]] = {}
     for sequence in _packed_in(tree):
         sizes = from_torch(sequence.batch_sizes)
-        found[id(sequence.data)] = sizes, True
-        found[id(sequence.batch_sizes)] = sizes, False
-    return found
+        packed[id(sequence.data)] = sizes, True
+        packed[id(sequence.batch_sizes)] = sizes, False
+    return packed
 
 
 def _packed_in(tree: Any) -> Iterator[Any]:
+    """The packed sequences in tuples, lists and mappings, however deep."""
     from torch.nn.utils.rnn import PackedSequence
 
     if isinstance(tree, PackedSequence):

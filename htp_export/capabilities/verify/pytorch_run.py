@@ -1,4 +1,4 @@
-"""One run of a PyTorch model: the inputs and outputs of every call of every module, and who reads which parameter."""
+"""One run of a PyTorch model: inputs and outputs of every module call, and the modules that use each parameter."""
 
 from __future__ import annotations
 
@@ -32,13 +32,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module: ``inputs`` at entry, only wanted ones, and ``outputs`` in order, None for unknown values.
+    """One call of a module.
 
-    ``began`` is its position among all calls in the order in which they began: calls that began
-    later and ended earlier ran inside this one. ``tensors`` says of each tensor and number that
-    ``forward`` returned whether it is a tensor: TorchScript lists sizes among the results.
-    ``computed_in`` is for each output the type of half precision in which a file computes it,
-    ``""`` for none. ``draws`` says whether random numbers were drawn in it.
+    Attributes:
+        path: The module.
+        number: Number of the call, from 0.
+        inputs: Argument of ``forward`` → values at entry, for wanted arguments.
+        outputs: The returned tensors, in order; None for unknown values.
+        began: Its position among all calls in the order in which they began. A call that began
+            later and ended earlier ran inside this one.
+        tensors: For each tensor and number that ``forward`` returned, whether it is a tensor:
+            TorchScript lists sizes among the results.
+        computed_in: For each output, the half-precision type in which a file computes it, or
+            ``""``.
+        draws: Whether random numbers were drawn in it.
     """
 
     path: str
@@ -53,11 +60,11 @@ class ModuleCall:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Use eval mode without gradients, fused attention kernels and compilation inside the block.
+    """Inside the block, use eval mode, without gradients, fused attention kernels and compilation.
 
     Without compilation, ``torch.cond`` and loops call their functions, so that hooks see the
-    modules inside. Compilation is a setting of the whole process, and exports compile branches: the
-    block waits until no other thread exports or evaluates, and others wait for it.
+    modules inside. Compilation is a setting of the whole process, and exports compile branches:
+    therefore the block and exports or evaluations in other threads exclude each other.
     """
     import torch
 
@@ -85,9 +92,15 @@ def record_calls(
 ) -> list[ModuleCall]:
     """Run a model once, and return every call of every module, in the order in which they ended.
 
-    Values go into ``store``, those that several modules see once. ``wanted``: whether to record an
-    argument, by module path, number of the call, and name. An `InputError` if the model fails on
-    these arguments.
+    Args:
+        model: The model.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        store: Receives the values, each once, also if several modules see it.
+        wanted: Whether to record an argument, by module path, number of the call, and name.
+
+    Raises:
+        InputError: The model fails on these arguments.
     """
     from torch.utils._pytree import tree_map
 
@@ -95,15 +108,15 @@ def record_calls(
     handles: list[Any] = []
     try:
         for path, _, module in module_paths(model):
-            # scripted modules take no hooks; they have no calls of their own
+            # Scripted modules refuse hooks; TorchScript calls them itself.
             with contextlib.suppress(RuntimeError):
                 handles += recorder.watch(path, module)
         try:
-            # New containers of the same tensors: a model adds to the cache that it is given.
+            # New containers of the same tensors: a model appends to a cache among its arguments.
             args, kwargs = tree_map(lambda leaf: leaf, (tuple(args), dict(kwargs)))
             with stable_sorting():
                 model(*args, **kwargs)
-        except Exception as error:  # whatever the user's own code raises
+        except Exception as error:  # from the user's own code
             where = f" in module {recorder.running!r}" if recorder.running else ""
             raise InputError(
                 f"{type(model).__name__} cannot run on these inputs{where}: {described(error)}"
@@ -114,58 +127,89 @@ def record_calls(
     return recorder.calls
 
 
+@dataclass(frozen=True)
+class _OpenCall:
+    """A call that has begun and not ended; ``random_state`` is that of torch's generator at its beginning."""
+
+    path: str
+    number: int
+    began: int
+    inputs: Mapping[str, StoredArray]
+    random_state: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """The values of a tensor at one version, which torch counts up at each change in place."""
+
+    tensor: weakref.ref[Any]
+    version: int
+    array: StoredArray
+
+
 class _Recorder:
+    """Records module calls by hooks."""
+
     def __init__(self, store: ArrayStore, wanted: Callable[[str, int, str], bool]) -> None:
         self._store, self._wanted = store, wanted
         self._counts: collections.Counter[str] = collections.Counter()
-        self._open: list[tuple[str, int, int, dict[str, StoredArray], torch.Tensor]] = []
+        self._open: list[_OpenCall] = []
         self._begun = 0
-        self._known: dict[int, tuple[weakref.ref[Any], int, StoredArray]] = {}
+        self._stored_tensors: dict[int, _StoredTensor] = {}
         self.calls: list[ModuleCall] = []
 
     @property
     def running(self) -> str:
         """The innermost module that is running; the root if there is none."""
-        return self._open[-1][0] if self._open else ""
+        return self._open[-1].path if self._open else ""
 
     def watch(self, path: str, module: nn.Module) -> Iterator[Any]:
         """Register hooks on a module, after its existing ones."""
         import torch
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling():  # what is traced has no values
+            if torch.compiler.is_compiling():  # tensors of a trace have no values
                 return
             number = self._counts[path]
             self._counts[path] += 1
             arguments = arguments_by_name(module.forward, args, kwargs)
-            named, packed = named_tensors_in(arguments), packed_by(arguments)
-            held = {
-                name: self._hold(tensor, packed)
-                for name, tensor in named
-                if self._wanted(path, number, name)
-            }
-            inputs = {name: stored for name, stored in held.items() if stored is not None}
-            self._open.append((path, number, self._begun, inputs, torch.get_rng_state()))
+            packed = packed_by(arguments)
+            inputs: dict[str, StoredArray] = {}
+            for name, tensor in named_tensors_in(arguments):
+                stored = self._hold(tensor, packed) if self._wanted(path, number, name) else None
+                if stored is not None:
+                    inputs[name] = stored
+            self._open.append(_OpenCall(path, number, self._begun, inputs, torch.get_rng_state()))
             self._begun += 1
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            while self._open[-1][0] != path:  # calls that raised, and whose error somebody caught
+            # Calls that raised an error, which the model caught, never end.
+            while self._open[-1].path != path:
                 self._open.pop()
-            _, number, began, inputs, generator = self._open.pop()
-            draws = not torch.equal(generator, torch.get_rng_state())
-            returned = [
-                leaf
-                for _, leaf in named_leaves(output)
-                if isinstance(leaf, torch.Tensor | int | float)
-            ]
+            call = self._open.pop()
+            draws = not torch.equal(call.random_state, torch.get_rng_state())
             packed = packed_by(output)
-            outputs = tuple(
-                self._hold(leaf, packed) for leaf in returned if isinstance(leaf, torch.Tensor)
+            outputs: list[StoredArray | None] = []
+            are_tensors: list[bool] = []
+            for _, leaf in named_leaves(output):
+                if isinstance(leaf, torch.Tensor):
+                    outputs.append(self._hold(leaf, packed))
+                    are_tensors.append(True)
+                elif isinstance(leaf, int | float):
+                    are_tensors.append(False)
+            self.calls.append(
+                ModuleCall(
+                    path,
+                    call.number,
+                    call.inputs,
+                    tuple(outputs),
+                    call.began,
+                    tuple(are_tensors),
+                    draws=draws,
+                )
             )
-            places = tuple(isinstance(leaf, torch.Tensor) for leaf in returned)
-            self.calls.append(ModuleCall(path, number, inputs, outputs, began, places, draws=draws))
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
         yield module.register_forward_hook(leave, with_kwargs=True)
@@ -175,7 +219,7 @@ class _Recorder:
     ) -> StoredArray | None:
         """Store the current values of a tensor once; None if it is sparse, or inside of ``torch.vmap``.
 
-        ``packed``: ``id`` of a tensor of a packed sequence → see `packed_by`.
+        ``packed``: The tensors of packed sequences, as `packed_by` returns them.
         """
         stored = self._stored(tensor)
         if stored is None or id(tensor) not in packed:
@@ -183,19 +227,21 @@ class _Recorder:
         return PackedArray(stored.array, *packed[id(tensor)])
 
     def _stored(self, tensor: torch.Tensor) -> StoredArray | None:
+        """Store the current values of a tensor, unless this version is stored."""
         try:
             version = tensor._version
-        except RuntimeError:  # made in inference mode: nobody counts its changes
+        except RuntimeError:  # Tensors of inference mode have no version: always store them again.
             version = -1
-        seen = self._known.get(id(tensor))
-        if seen is not None and seen[0]() is tensor and seen[1] == version >= 0:
-            return seen[2]
+        earlier = self._stored_tensors.get(id(tensor))
+        # The id of a tensor that was deleted may be used again: compare the tensor itself.
+        if earlier is not None and earlier.tensor() is tensor and earlier.version == version >= 0:
+            return earlier.array
         try:
             array = from_torch(tensor)
         except (RuntimeError, TypeError):
             return None
         stored = self._store.keep(array)
-        self._known[id(tensor)] = (weakref.ref(tensor), version, stored)
+        self._stored_tensors[id(tensor)] = _StoredTensor(weakref.ref(tensor), version, stored)
         return stored
 
 
@@ -204,11 +250,12 @@ class _Recorder:
 
 @contextlib.contextmanager
 def stable_sorting() -> Iterator[None]:
-    """Let sorts be stable and ``sorted=False`` be sorted in a block, where PyTorch leaves the order open.
+    """Inside the block, make sorts stable, and sort results of ``sorted=False``.
 
-    A mixture of experts sorts tokens by expert. In which order those of one expert follow each
-    other is open, and every module between the two sorts would differ. Its router takes the best
-    experts of a token, unsorted as a rule; of equal ones, ``TopK`` takes those that come first.
+    PyTorch leaves both orders open. A mixture of experts sorts tokens by expert; if the order of
+    the tokens of one expert differed from the file, every module between the two sorts would
+    differ. Its router selects the best experts of a token, usually unsorted; among equal ones, ONNX's
+    ``TopK`` selects the first.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -228,20 +275,19 @@ def stable_sorting() -> Iterator[None]:
             args: tuple[Any, ...] = (),
             kwargs: dict[str, Any] | None = None,
         ) -> Any:
-            given = dict(kwargs or {})
-            if function in best and "out" not in given and (args or list(given.values()))[0].ndim:
-                return topk(*args, **given)
-            if given.get("sorted") is False:
-                given["sorted"] = True
-            if function in sorting and "stable" not in given and len(args) <= 3:
-                # With `stable`, the others are keywords alone.
-                given |= dict(zip(("dim", "descending"), args[1:], strict=False))
-                return (
-                    function(args[0], stable=True, **given)
-                    if args
-                    else function(stable=True, **given)
-                )
-            return function(*args, **given)
+            keywords = dict(kwargs or {})
+            if function in best and "out" not in keywords:
+                tensor = args[0] if args else next(iter(keywords.values()))
+                # `narrow` has no dimension of a scalar to cut.
+                if tensor.ndim:
+                    return topk(*args, **keywords)
+            if keywords.get("sorted") is False:
+                keywords["sorted"] = True
+            if function in sorting and "stable" not in keywords and len(args) <= 3:
+                # The overloads with `stable` accept `dim` and `descending` by keyword only.
+                keywords |= dict(zip(("dim", "descending"), args[1:], strict=False))
+                return function(*args[:1], stable=True, **keywords)
+            return function(*args, **keywords)
 
     with Stable():
         yield
@@ -251,7 +297,7 @@ def stable_sorting() -> Iterator[None]:
 
 
 def named_tensors(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer under each of its names; with ``recurse=False``, only those of the module itself."""
+    """Every parameter and buffer under each of its names; with ``recurse=False``, without descendants."""
     yield from model.named_parameters(recurse=recurse, remove_duplicate=False)
     yield from model.named_buffers(recurse=recurse, remove_duplicate=False)
 
@@ -285,7 +331,7 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     for path, _, module in modules:
         for _, tensor in named_tensors(module, recurse=False):
             readers_of[id(tensor)].add(path)
-    running: list[str] = []
+    running: list[str] = []  # paths of the running modules, the innermost last
     handles = []
     for path, _, module in modules:
 
@@ -309,25 +355,34 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     finally:
         for handle in handles:
             handle.remove()
-    readers.update(
-        {name: frozenset(readers_of[key]) for key, listed in names.items() for name in listed}
-    )
+    for key, names_of_tensor in names.items():
+        for name in names_of_tensor:
+            readers[name] = frozenset(readers_of[key])
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A branch or loop body that has not run: its function, its arguments, and the modules around it."""
+
+    function: Any
+    arguments: Sequence[Any]
+    running: Sequence[str]
 
 
 def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
-    """A context manager in which each operation adds the innermost running module to the parameters that it reads."""
+    """Return a context manager that adds the innermost running module to the readers of each operation's parameters."""
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves
 
-    def is_body(value: Any) -> bool:
-        return callable(value) and not isinstance(value, torch.Tensor)
+    # The class is inside this function because its base needs torch, which is imported late.
+    def is_body(argument: Any) -> bool:
+        return callable(argument) and not isinstance(argument, torch.Tensor)
 
     class Watch(TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()
-            # running modules, body, its arguments
-            self._others: list[tuple[list[str], Any, list[Any]]] = []
+            self._others: list[_Body] = []
             self._each_once = False
 
         def __torch_function__(
@@ -341,7 +396,7 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
             return func(*args, **(kwargs or {}))
 
         def _run_bodies(self, func: Any, args: Any, kwargs: Any) -> Any:
-            """Run an operator with bodies; torch takes a mode away while the mode handles a function."""
+            """Run an operator with bodies, and watch them: torch disables a mode while it handles a function."""
             ran: set[Any] = set()
 
             def watched(body: Any) -> Any:
@@ -353,28 +408,27 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
                 return run
 
             bodies = [argument for argument in args if is_body(argument)]
-            arguments = [
-                argument
-                for several in args
-                if isinstance(several, list | tuple)
-                for argument in several
-            ]
+            arguments: list[Any] = []
+            for argument in args:
+                if isinstance(argument, list | tuple):
+                    arguments += argument
             if self._each_once and returns_like_its_body(func):
-                return [watched(body)(*arguments) for body in bodies][-1]
-            result = func(
-                *(watched(argument) if is_body(argument) else argument for argument in args),
-                **kwargs,
-            )
-            self._others += [(list(running), body, arguments) for body in bodies if body not in ran]
+                results = [watched(body)(*arguments) for body in bodies]
+                return results[-1]
+            watched_args = [watched(arg) if is_body(arg) else arg for arg in args]
+            result = func(*watched_args, **kwargs)
+            for body in bodies:
+                if body not in ran:
+                    self._others.append(_Body(body, arguments, list(running)))
             return result
 
         def run_others(self) -> None:
-            """Run the bodies that have not run; every body once, as loops in them may not end."""
+            """Run the bodies that have not run, every body once: on these arguments, a loop may not end."""
             self._each_once = True
-            for modules, body, arguments in self._others:
-                running[:] = modules
-                # no other run has to succeed than the model's own
+            for body in self._others:
+                running[:] = body.running
+                # The model did not run this body on these arguments: an error is no fault.
                 with contextlib.suppress(Exception), self:
-                    body(*arguments)
+                    body.function(*body.arguments)
 
     return Watch()

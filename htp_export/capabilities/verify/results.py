@@ -1,4 +1,4 @@
-"""Results by module of comparing a file with PyTorch, or two files."""
+"""Results of a comparison by module: of a file with PyTorch, or of two files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TensorResult(PlainData):
     difference: Difference
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has."""
+        """The contents of `to_dict`."""
         numbers = {name: getattr(self.difference, name) for name in (*_NUMBERS, *self.optional)}
         return {"name": self.name, "tensor": self.tensor, **numbers}
 
@@ -69,15 +69,16 @@ class CallResult(PlainData):
     missing: int = 0
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has."""
-        missing = {"missing": self.missing} if self.missing else {}
-        return {
+        """The contents of `to_dict`."""
+        data = {
             "call": self.number,
             "status": self.status,
             "outputs": self.outputs,
             "inputs": self.inputs,
-            **missing,
         }
+        if self.missing:
+            data["missing"] = self.missing
+        return data
 
 
 @dataclass(frozen=True)
@@ -149,26 +150,26 @@ class ModuleResult(PlainData):
         )
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has: missing numbers are null, and missing texts are left out."""
-        known = record(COMPARISON_COLUMNS, self).items()
-        texts_and_numbers = {
-            name: value for name, value in known if value is not None or name in _NUMBERS
-        }
-        return {**texts_and_numbers, "calls": self.calls}
+        """The contents of `to_dict`: missing numbers are null, and missing texts are left out."""
+        entries = record(COMPARISON_COLUMNS, self).items()
+        data = {name: value for name, value in entries if value is not None or name in _NUMBERS}
+        return {**data, "calls": self.calls}
 
 
 _NUMBERS = ("max_abs", "mean_abs", "max_rel", "mean_rel", "cosine")
 
 
 def _largest(values: Iterable[float]) -> float | None:
-    listed = list(values)
-    if not listed:
-        return None
-    return next((value for value in listed if math.isnan(value)), max(listed))
+    """The largest number, NaN if there is one; None without numbers."""
+    numbers = list(values)
+    if any(map(math.isnan, numbers)):
+        return math.nan
+    return max(numbers, default=None)
 
 
 def short_number(value: float) -> str:
     """A number in a few characters: ``3.1e-6``, ``0.41``, ``12``, ``nan``."""
+    # Within these limits, four digits and a point are shorter than an exponent.
     if value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e5:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
@@ -197,8 +198,8 @@ COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
 """The columns of a comparison."""
 
 _DRAWN = ("class_name", "status", "max_abs", "mean_abs", "max_rel", "cosine")
-_SAID: Column[ModuleResult] = Column(
-    "said", "", lambda m: m.reason or m.problem, style="dim", right=False
+_REMARK: Column[ModuleResult] = Column(
+    "said", "", lambda module: module.reason or module.problem, style="dim", right=False
 )
 
 
@@ -242,20 +243,18 @@ class Comparison(ModuleTable):
     @property
     def worst(self) -> str | None:
         """The module with the largest difference of elements; None if nothing was compared."""
-        differences = {module.path: module.max_abs for module in self._compared}
-        if not differences:
-            return None
-        strange = [
-            path for path, value in differences.items() if value is not None and math.isnan(value)
-        ]
-        return (
-            strange[0] if strange else max(differences, key=lambda path: differences[path] or 0.0)
-        )
+        differences = {module.path: module.max_abs or 0.0 for module in self._compared}
+        for path, value in differences.items():
+            if math.isnan(value):
+                return path
+        return max(differences, key=differences.__getitem__, default=None)
 
     @property
     def score(self) -> str:
-        """How many of the compared modules agree: ``312 of 312``."""
-        return f"{sum(module.status in AGREEING for module in self._compared)} of {len(self._compared)}"
+        """The number of compared modules that agree: ``312 of 312``."""
+        compared = self._compared
+        agreeing = sum(module.status in AGREEING for module in compared)
+        return f"{agreeing} of {len(compared)}"
 
     @property
     def summary(self) -> str:
@@ -274,50 +273,58 @@ class Comparison(ModuleTable):
             return f"{self.score} modules agree{self.worst_in_brackets}{self._nan_on_both_sides}"
         if not self._compared:
             return "no module has a tensor that could be compared"
+        statuses = Counter(module.status for module in self.modules.values())
+        inheriting = statuses[INHERITS]
         if self.first_wrong is None:
-            count = sum(module.status in (DIFFERS, INHERITS) for module in self.modules.values())
+            count = statuses[DIFFERS] + inheriting
             return f"{many(count, 'module')} differ{'s' * (count == 1)}"
-        inherit = sum(module.status == INHERITS for module in self.modules.values())
-        others = (
-            f"; also wrong: {', '.join(map(_shown, self.wrong[1:4]))}"
-            if len(self.wrong) > 1
-            else ""
-        )
-        others += f" and {len(self.wrong) - 4} more" if len(self.wrong) > 4 else ""
-        after = f"{many(inherit, 'module')} after it inherit{'s' * (inherit == 1)} the error"
+        module = _shown(self.first_wrong)
+        reason = self.modules[self.first_wrong].reason
+        if reason.startswith("merged with"):
+            module += f" ({reason})"
+        others = self._also_wrong
         if self.isolated:
             around = "them" if others else "it"
-            after = f"{many(inherit, 'module')} around {around} differ{'s' * (inherit == 1)} too"
-        merged = self.modules[self.first_wrong].reason
-        who = _shown(self.first_wrong) + (
-            f" ({merged})" if merged.startswith("merged with") else ""
-        )
-        return f"first wrong: {who}: {self._how_wrong(self.first_wrong)}{others}; {after}"
+            rest = (
+                f"{many(inheriting, 'module')} around {around} differ{'s' * (inheriting == 1)} too"
+            )
+        else:
+            verb = f"inherit{'s' * (inheriting == 1)}"
+            rest = f"{many(inheriting, 'module')} after it {verb} the error"
+        return f"first wrong: {module}: {self._how_wrong(self.first_wrong)}{others}; {rest}"
+
+    @property
+    def _also_wrong(self) -> str:
+        """The wrong modules after the first one, three by name, as a part of the summary."""
+        if len(self.wrong) < 2:
+            return ""
+        others = f"; also wrong: {', '.join(map(_shown, self.wrong[1:4]))}"
+        if len(self.wrong) > 4:
+            others += f" and {len(self.wrong) - 4} more"
+        return others
 
     @property
     def worst_in_brackets(self) -> str:
         """The largest difference and its module, in brackets."""
         worst = self.worst
-        value = None if worst is None else self.modules[worst].max_abs
-        return (
-            ""
-            if worst is None or value is None
-            else f" (worst {short_number(value)}, {_shown(worst)})"
-        )
+        if worst is None:
+            return ""
+        value = self.modules[worst].max_abs
+        return "" if value is None else f" (worst {short_number(value)}, {_shown(worst)})"
 
     @property
     def _nan_on_both_sides(self) -> str:
-        """That nothing is known of elements that are NaN on both sides."""
-        listed = [path for path, module in self.modules.items() if module.status == NAN]
-        if not listed:
+        """The modules with NaN on both sides, of which nothing else is known, as a part of the summary."""
+        paths = [path for path, module in self.modules.items() if module.status == NAN]
+        if not paths:
             return ""
-        [path, *_] = innermost(listed)
-        tensor = next(
-            o.tensor for call in self.modules[path].calls for o in call.outputs if o.difference.nan
-        )
-        return f"; of these, {len(listed)} have NaN at the same places on both sides: {_shown(path)} in {tensor!r}"
+        [path, *_] = innermost(paths)
+        outputs = [output for call in self.modules[path].calls for output in call.outputs]
+        tensor = next(output.tensor for output in outputs if output.difference.nan)
+        return f"; of these, {len(paths)} have NaN at the same places on both sides: {_shown(path)} in {tensor!r}"
 
     def _how_wrong(self, path: str) -> str:
+        """The largest difference of a module; or its problem, if that is no number."""
         module = self.modules[path]
         largest = module.max_abs
         if largest is None or math.isnan(largest) or not module.problem:
@@ -325,34 +332,33 @@ class Comparison(ModuleTable):
         return f"max {short_number(largest)}"
 
     def module_data(self, row: ModuleResult) -> dict[str, Any]:
-        """What JSON has of a module: its calls, too."""
+        """A module as in JSON, with its calls."""
         return row.data()
 
     @property
     def drawn(self) -> Sequence[Column[ModuleResult]]:
         """The columns of the table as text."""
-        return [*chosen(self.columns, _DRAWN), _SAID]
+        return [*chosen(self.columns, _DRAWN), _REMARK]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How many modules were not compared and why, in which precision others were, and assumed sizes."""
+        """The number of modules that were not compared, by reason; notes on precision; and assumed sizes."""
         fates = Counter(module.status for module in self.modules.values() if not module.compared)
         others = {NOT_COMPARED: "for other reasons"}
-        listed = ", ".join(f"{count} {others.get(fate, fate)}" for fate, count in fates.items())
-        return (*([f"not compared: {listed}"] if listed else []), *self._precisions, *self.assumed)
+        counts = ", ".join(f"{count} {others.get(fate, fate)}" for fate, count in fates.items())
+        not_compared = [f"not compared: {counts}"] if counts else []
+        return (*not_compared, *self._precisions, *self.assumed)
 
     @property
     def _precisions(self) -> tuple[str, ...]:
-        """How modules whose precision differs were compared, a line each way."""
-        modules = [
-            {each.note for each in module.differences if each.note}
-            for module in self.modules.values()
-        ]
-        counts = Counter(note for notes in modules for note in notes)
+        """Notes on the comparison of modules whose precision differs, with the number of modules."""
+        counts: Counter[str] = Counter()
+        for module in self.modules.values():
+            counts.update({difference.note for difference in module.differences if difference.note})
         return tuple(f"{note}: {many(count, 'module')}" for note, count in sorted(counts.items()))
 
     def tag_lines(self) -> tuple[str, ...]:
-        """The tags of the compared files, a line each."""
+        """Facts about the tags of the compared files, one line for each file."""
         return tag_lines(*self.tags, names=("right", "compared"))
 
 
@@ -363,12 +369,12 @@ class Verification(Comparison):
     Attributes:
         parameters: Number of initializers that are known parameters or buffers, by name or, for
             matrices, by value.
-        misplaced: The parameters that nodes of other modules read: ``"fc.weight is read by 'node'
-            of other"``.
+        misplaced: Parameters that nodes of other modules read: ``"fc.weight is read by 'node' of
+            other"``.
         next_outputs: With ``outputs_from``, the tensors of the file to ask the engine for next;
-            none where the first wrong module is known, or nothing differs.
-        training: Nodes of wrong modules that compute as in training, such as active dropout, a line
-            each.
+            none if the first wrong module is known, or nothing differs.
+        training: Nodes of wrong modules that compute as in training, such as active dropout, one
+            line for each.
     """
 
     parameters: int = 0
@@ -378,7 +384,7 @@ class Verification(Comparison):
 
     @property
     def ok(self) -> bool:
-        """Whether every module that could be compared agrees, and the owners of the parameters are right."""
+        """Whether all compared modules agree, and the owners of the parameters are right."""
         return super().ok and not self.misplaced
 
     @property
@@ -390,19 +396,19 @@ class Verification(Comparison):
         if not self.misplaced:
             return super().summary
         wrong = f"owners of {len(self.misplaced)} of {self.parameters} parameters are wrong: {self.misplaced[0]}"
-        agree = Comparison(self.modules, self.wrong, self.isolated)
-        return f"{agree.summary}; {wrong}"
+        # Without the parameters: their problems would make the summary of modules one of a failure.
+        modules_only = Comparison(self.modules, self.wrong, self.isolated)
+        return f"{modules_only.summary}; {wrong}"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The same, nodes in training mode, parameters that nodes of other modules read, and tensors to ask for."""
-        asked = (
-            [f"next, ask the engine for: {', '.join(self.next_outputs)}"]
-            if self.next_outputs
-            else []
-        )
-        return (*super().notes, *self.training[1:], *self.misplaced, *asked)
+        """Notes of a comparison, further nodes in training mode, misplaced parameters, and tensors to ask for."""
+        lines = [*super().notes, *self.training[1:], *self.misplaced]
+        if self.next_outputs:
+            lines.append(f"next, ask the engine for: {', '.join(self.next_outputs)}")
+        return tuple(lines)
 
 
 def _shown(path: str) -> str:
+    """A module path in texts."""
     return path or "(root)"

@@ -1,4 +1,4 @@
-"""Whether a file computes as a model does in training: PyTorch is run in eval mode, so that the two differ."""
+"""Find nodes that compute as in training: PyTorch runs in eval mode, so that they differ."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from htp_export.shapes.operator_kinds import RANDOM, is_standard
 def training_nodes(
     tagged: TaggedModel, wrong: Collection[str], drawing: Collection[str]
 ) -> tuple[str, ...]:
-    """Describe the nodes of wrong modules that compute as in training, a line each.
+    """Describe the nodes of wrong modules that compute as in training, one line for each.
 
-    These normalise by the batch, drop elements or draw random numbers. ``drawing``: the modules
-    that drew random numbers in PyTorch, in eval mode; in these, a file does so, too.
+    Such nodes normalise by the batch, drop elements or draw random numbers. ``drawing``: modules
+    that drew random numbers in PyTorch in eval mode; their nodes may do so, too.
     """
-    facts, found = GraphFacts(tagged), []
+    facts, lines = GraphFacts(tagged), []
     for node in tagged.nodes:
         owners = [
             owner for owner in tagged.owners_of(node) if owner in wrong and owner not in drawing
         ]
-        what = _in_training(node, facts) if owners else ""
-        if what:
-            found.append(f"{node.op_type} {node.name!r} of {owners[0] or '(root)'} {what}")
-    return tuple(found)
+        action = _in_training(node, facts) if owners else ""
+        if action:
+            lines.append(f"{node.op_type} {node.name!r} of {owners[0] or '(root)'} {action}")
+    return tuple(lines)
 
 
 def _in_training(node: ir.Node, facts: GraphFacts) -> str:
+    """The action of a node that happens only in training, as a verb phrase; ``""`` for other nodes."""
     if is_standard(node, *RANDOM):
         return "draws random numbers"
     if is_standard(node, "Dropout") and len(node.inputs) > 2:

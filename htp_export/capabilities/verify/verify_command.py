@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
@@ -35,34 +35,36 @@ ToleranceOption = Annotated[
         help="Absolute and relative, for these modules. May be repeated.",
     ),
 ]
-AllOption = Annotated[bool, typer.Option("--all", help="Show every module, not only what differs.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Show every module, also those that agree.")]
 
 
 def report_runs(results: Mapping[str, Comparison], *, everything: bool, as_json: bool) -> None:
-    """Show the results of several runs of a file, by their names, or of one.
+    """Show the results of several runs of a file by their names, or of one run without a name.
 
     Raises:
-        CheckFailed: If a module differs in one of them.
+        CheckFailed: If a module differs in a run.
     """
     from htp_export.capabilities.verify.drawing import render
 
     several = len(results) > 1
-    failures = [
-        f"{run}: " * several + result.summary for run, result in results.items() if not result.ok
-    ]
+    failures = []
+    for run, result in results.items():
+        if not result.ok:
+            failures.append(f"{run}: {result.summary}" if several else result.summary)
     if as_json:
         runs = {run: result.to_dict() for run, result in results.items()}
         print_json({"ok": not failures, "runs": runs} if several else runs[""])
-    for run, result in results.items() if not as_json else ():
-        if several:
-            show(f"{run}:")
-        show(render(result, everything=everything))
+    else:
+        for run, result in results.items():
+            if several:
+                show(f"{run}:")
+            show(render(result, everything=everything))
     if failures:
         raise CheckFailed("\n".join(failures))
 
 
 def verified_runs(call: SourceCall, file: Path, **options: Any) -> dict[str, Verification]:
-    """Run → what `verify` says of a file: in prefill and in decoding, or in its one run; ``options`` are its own."""
+    """Verify every run of a call, such as prefill and decode: run → result; ``options`` are passed to `verify`."""
     from htp_export.capabilities.verify.verifying import verify
 
     with call.adapted():
@@ -73,7 +75,7 @@ def verified_runs(call: SourceCall, file: Path, **options: Any) -> dict[str, Ver
 
 
 def parse_tolerances(settings: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """``SELECTOR=ABS,REL`` as typed; an `InputError` if one is not of that form."""
+    """Parse options ``SELECTOR=ABS,REL``; an `InputError` for other forms."""
     tolerances, form = {}, "SELECTOR=ABSOLUTE,RELATIVE"
     for selector, numbers in typed_pairs(settings, "--tolerance", form).items():
         try:
@@ -94,7 +96,7 @@ def verify_command(
     file: FileArgument,
     options: ModelOptions,
     dims: DimsOption = None,
-    isolated: Annotated[bool, "Run each module alone, on what PyTorch gives it."] = False,
+    isolated: Annotated[bool, "Run each module alone, on its inputs in PyTorch."] = False,
     outputs_from: Annotated[
         Path | None,
         "Tensors by name that another engine computed (.npz), in place of a run of ONNX Runtime.",
@@ -106,7 +108,7 @@ def verify_command(
 ) -> None:
     """Check a file against PyTorch, module by module.
 
-    Exit status 1 where a module differs.
+    Exit status 1 if a module differs.
     """
     from htp_export.model.tagged import load
 
@@ -141,38 +143,46 @@ def verify_command(
 def _call_by_task(
     tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]
 ) -> SourceCall | None:
-    """The call of the task that the file was exported from: the one whose inputs it has; None without a task."""
+    """The call of the task that has the same inputs as the file; None without a task."""
     from htp_export.capabilities.huggingface.tasks import split_task
 
     names = {str(value.name) for value in tagged.model.graph.inputs if not value.is_initializer()}
-    # optimum's end in .key and .value
-    by_transformers = any(name.endswith((".keys", ".values")) for name in names)
-    by_optimum = any(name.startswith("past_key_values.") for name in names)
-    is_cached = by_transformers or by_optimum or "encoder_hidden_states" in names
-    if not (is_cached or split_task(options.task)[1] or (options.task is not None and not sizes)):
+    cache_names = _cache_names(names)
+    is_cached = cache_names is not None
+    with_task = options.task is not None and not sizes
+    if not (is_cached or with_task or split_task(options.task)[1]):
         return None
-    cache_names = "transformers" if by_transformers else "optimum"
-    known: dict[str, str] = {}
+    cache_names = cache_names or "optimum"
+    listed: dict[str, str] = {}  # file of the task → its inputs, for the error
+    # The file may be one of the task's default files, or of the other division into files.
     for two_files in (None, False, True) if is_cached else (None,):
         calls = options.calls_by_task(two_files=two_files, cache_names=cache_names, sizes=sizes)
-        inputs = {
-            name: call.example.input_names
-            for name, call in calls.items()
-            if call.example is not None
-        }
-        found = [calls[name] for name, given in inputs.items() if set(given) == names]
-        if found:
-            return found[0]
-        known |= {name: f"{name} takes {', '.join(given)}" for name, given in inputs.items()}
-    if known and is_cached:
+        for name, call in calls.items():
+            if call.example is None:
+                continue
+            input_names = call.example.input_names
+            if set(input_names) == names:
+                return call
+            listed[name] = f"{name} takes {', '.join(input_names)}"
+    if listed and is_cached:
         raise InputError(
-            f"the file has the inputs of none of the task's files: {'; '.join(known.values())}"
+            f"the file has the inputs of none of the task's files: {'; '.join(listed.values())}"
         )
     return None
 
 
+def _cache_names(inputs: Collection[str]) -> str | None:
+    """The style of names of a file with a cache or encoder states among its inputs; None for other files."""
+    # Optimum's names end with .key and .value.
+    if any(name.endswith((".keys", ".values")) for name in inputs):
+        return "transformers"
+    if any(name.startswith("past_key_values.") for name in inputs):
+        return "optimum"
+    return "optimum" if "encoder_hidden_states" in inputs else None
+
+
 def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCall:
-    """The call with the inputs that a dump has; the others are those of the run, prefill or decode, most like it."""
+    """The call with the inputs of a dump; other inputs come from the most similar run, prefill or decode."""
     import torch
 
     from htp_export.capabilities.verify.checking import input_arguments
@@ -180,72 +190,72 @@ def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCa
     from htp_export.format.leaves import named_tensors_in
 
     arrays = NpzArrays(dump)
-    given = {
+    inputs = {
         argument: arrays[name]
         for name, argument in input_arguments(tagged).items()
         if name in arrays
     }
-    if not given:
+    if not inputs:
         raise InputError(
             f"{dump}: has none of the file's inputs; write the inputs of the run into the dump, too"
         )
 
-    def unlike(kwargs: dict[str, Any]) -> int:
+    def other_shapes(kwargs: dict[str, Any]) -> int:
+        """The number of inputs of a run whose shape differs from the dump."""
         shapes = {name: tuple(leaf.shape) for name, leaf in named_tensors_in(kwargs)}
-        return sum(array.shape != shapes.get(name) for name, array in given.items())
+        return sum(array.shape != shapes.get(name) for name, array in inputs.items())
 
-    kwargs = copy.deepcopy(min(call.runs.values(), key=unlike))
+    kwargs = copy.deepcopy(min(call.runs.values(), key=other_shapes))
     for name, leaf in named_tensors_in(kwargs):
-        if name in given:
-            leaf.data = torch.from_numpy(given[name]).to(leaf.dtype)
+        if name in inputs:
+            leaf.data = torch.from_numpy(inputs[name]).to(leaf.dtype)
     return replace(call, kwargs=kwargs, example=call.example and replace(call.example, runs={}))
 
 
 def _shapes(
-    tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, Any]
+    tagged: TaggedModel, dims: Mapping[str, int], from_file: Mapping[str, Any]
 ) -> dict[str, list[int | None]]:
-    """Argument of the model → the shape that a file wants of it; None in place of a size that stays open.
+    """Argument of the model → shape of the file's input; None for a size that is open.
 
-    ``dims`` and ``given`` (argument → shape) are those of ``--dims`` and of the file of
+    ``dims`` is the value of ``--dims``; ``from_file``: argument → shape, as in the file of
     ``--shapes``.
     """
     from htp_export.capabilities.verify.checking import input_arguments
     from htp_export.runtime.inputs import Inputs
 
     arguments = input_arguments(tagged)
-    plain = {
-        name: shape.get("shape") if isinstance(shape, Mapping) else shape
-        for name, shape in given.items()
-    }
-    whole = {
-        name: shape
-        for name, argument in arguments.items()
-        if _is_whole(shape := plain.get(argument))
-    }
+    whole: dict[str, list[int]] = {}
+    for name, argument in arguments.items():
+        shape = from_file.get(argument)
+        if isinstance(shape, Mapping):
+            shape = shape.get("shape")
+        if _is_whole(shape):
+            whole[name] = shape
     bound = Inputs.of(tagged.model).bind(dims=dims, shapes=whole)
     if bound.conflicts:
         raise InputError(bound.conflicts[0])
-    shapes = {
-        arguments[name]: list(shape) for name, shape in bound.shapes.items() if shape is not None
-    }
-    return {
-        argument: shape
-        for argument, shape in shapes.items()
-        if any(size is not None for size in shape)
-    }
+    shapes: dict[str, list[int | None]] = {}
+    for name, bound_shape in bound.shapes.items():
+        if bound_shape is not None and any(size is not None for size in bound_shape):
+            shapes[arguments[name]] = list(bound_shape)
+    return shapes
 
 
 def _is_whole(shape: object) -> TypeGuard[list[int]]:
+    """Whether a shape is a list of positive numbers, without open sizes."""
     return isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
 
 
 def _assumed(tagged: TaggedModel, call: SourceCall, dims: Mapping[str, int]) -> tuple[str, ...]:
-    """The sizes that were not given, and that the example inputs have; other sizes than given ones are refused."""
+    """Describe the open sizes that example inputs decide, without ``--dims``; refuse contradictions to ``dims``."""
     from htp_export.capabilities.verify.checking import input_arguments
     from htp_export.runtime.inputs import Inputs
 
-    given = {name: call.inputs.get(argument) for name, argument in input_arguments(tagged).items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
+    shapes = {}
+    for name, argument in input_arguments(tagged).items():
+        tensor = call.inputs.get(argument)
+        if tensor is not None:
+            shapes[name] = tuple(tensor.shape)
     bound = Inputs.of(tagged.model).bind(dims=dims, shapes=shapes)
     if dims:
         bound.check()

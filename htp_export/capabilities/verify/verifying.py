@@ -1,4 +1,4 @@
-"""``verify``: a PyTorch model against its ONNX file, module by module."""
+"""``verify``: compare a PyTorch model with its ONNX file, module by module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ from htp_export.capabilities.verify.locating import (
     with_contradictions,
     with_missing_outputs,
 )
-from htp_export.capabilities.verify.pytorch_run import evaluating, parameter_readers, record_calls
+from htp_export.capabilities.verify.pytorch_run import (
+    ModuleCall,
+    evaluating,
+    parameter_readers,
+    record_calls,
+)
 from htp_export.capabilities.verify.results import Verification
 from htp_export.capabilities.verify.same_model import (
     check_same_model,
@@ -73,23 +78,24 @@ def verify(
     optimisation and returns the tensors that modules return. ``docs/verify.md`` describes how they
     are compared. The model and the arguments are restored afterwards, also on errors.
 
-    What `htp_export.export` returned knows its model and example inputs while they are alive:
-    ``verify(program)``. Without arguments, a file that this process exported from the model is
-    verified with those of its export.
+    The program that `htp_export.export` returned suffices while its model and example inputs are
+    alive: ``verify(program)``. Without arguments, a file that this process exported from the model
+    is verified with the example inputs of its export.
 
-    Not thread-safe for one PyTorch model: it has hooks while it runs.
+    Not thread-safe for one PyTorch model, because of the hooks.
 
     Args:
-        model: The PyTorch model; or what `htp_export.export` returned for it, alone.
+        model: The PyTorch model; or, as the only argument, the program that `htp_export.export`
+            returned for it.
         onnx: The exported model: a file, or a model in memory.
         args: Positional arguments of the model.
         kwargs: Keyword arguments of the model.
-        isolated: Run the nodes of each module alone, on the inputs that PyTorch gave to the module,
-            so that an error is reported for the module that causes it.
+        isolated: Run the nodes of each module alone, on the inputs of the module in PyTorch, so
+            that an error is reported for the module that causes it.
         outputs_from: Tensors of the file that another engine computed on the same arguments: an
             ``.npz`` file, or name → array. ONNX Runtime is not run; modules without a tensor there
-            are not compared, and the result's ``next_outputs`` names the tensor that halves what
-            may be wrong.
+            are not compared, and the result's ``next_outputs`` names the tensor that halves the
+            modules in doubt.
         select: Only these modules; see ``TaggedModel.select``.
         tolerances: Selector → absolute and relative tolerance of the outputs of these modules; the
             last selector that matches applies.
@@ -97,7 +103,7 @@ def verify(
             stay in memory; the rest goes into temporary files.
         providers: ONNX Runtime's execution providers, in order of preference.
         session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on.
-            Optimisation is off whatever it says; it is restored afterwards.
+            Optimisation is always off; the setting is restored afterwards.
 
     Returns:
         The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``,
@@ -105,8 +111,9 @@ def verify(
 
     Raises:
         InputError: The file is of another model, the model or the file cannot run on these
-            arguments, a selector matches nothing, the model or the inputs that an export was made
-            of are gone, or ``outputs_from`` has none of its tensors, or was made of other inputs.
+            arguments, a selector matches nothing, the model or the example inputs of an export no
+            longer exist, or ``outputs_from`` has none of its tensors, or was computed from other
+            inputs.
         FileError: The file cannot be read.
         UntaggedModelError: The file has no module tags.
 
@@ -122,10 +129,11 @@ def verify(
     """
     if isolated and outputs_from is not None:
         raise InputError(
-            "isolated runs parts of the file, and outputs_from has what was computed: give one of them"
+            "isolated runs parts of the file, and outputs_from replaces the run: give one of them"
         )
-    model, onnx, args, kwargs = _what_was_exported(model, onnx, args, kwargs)
-    # a model adds to its cache: `record_calls` copies what torch takes apart
+    model, onnx, args, kwargs = _exported_call(model, onnx, args, kwargs)
+    # A model appends to a cache among its arguments: register caches with torch's pytree, so that
+    # `record_calls` can copy them.
     prepare_caches(args, kwargs, None)
     tagged, name = read_flat(onnx), name_of(onnx, "the ONNX model")
     check_has_modules(tagged, name)
@@ -148,30 +156,32 @@ def verify(
         )
 
 
-def _what_was_exported(
+def _exported_call(
     model: nn.Module | torch.onnx.ONNXProgram,
     onnx: ModelSource | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[nn.Module, ModelSource, Sequence[Any], dict[str, Any]]:
-    """The model, its file and a call of it; what was not given is what an export of this process was made of."""
+    """Return the model, its file and the arguments; an export in this process provides missing ones."""
     from torch.onnx import ONNXProgram
 
-    known = None
+    exported_call = None
     if isinstance(model, ONNXProgram):
         if onnx is not None:
             raise InputError(
-                "a program knows the model that it was made of: give verify(program), or that model"
+                "a program includes its model and file: give verify(program), or verify(model, program)"
             )
         onnx = model
-        model, known = model_and_call(onnx)
+        model, exported_call = model_and_call(onnx)
     elif onnx is None:
-        raise InputError("verify takes a model and its file, or what htp_export.export returned")
+        raise InputError(
+            "verify takes a model and its file, or the program that htp_export.export returned"
+        )
     elif not args and not kwargs:
-        known = call_of(model, onnx)
-    if args or kwargs or known is None:
+        exported_call = call_of(model, onnx)
+    if args or kwargs or exported_call is None:
         return model, onnx, args, dict(kwargs or {})
-    return model, onnx, known[0], known[1]
+    return model, onnx, exported_call[0], exported_call[1]
 
 
 def _verified(
@@ -184,36 +194,24 @@ def _verified(
     *,
     isolated: bool,
 ) -> Verification:
-    """The result for the chosen modules; the model has the modules of the file."""
-    tagged, name = run.tagged, run.name
-    exact = tagged.source != "torch"  # torch's own scopes name modules wrongly
-
-    def wanted(path: str, number: int, argument: str) -> bool:
-        signature = tagged.signature(path, number)
-        return (
-            path in chosen and signature is not None and signature.inputs.get(argument) is not None
-        )
-
+    """Run both, and compare the chosen modules; the model is known to have the modules of the file."""
+    tagged = run.tagged
+    exact = tagged.source != "torch"  # torch's own scopes have wrong module paths
     with ArrayStore.opened(run.portion_bytes) as store:
-        # what changes while it waits for others stays
-        with evaluating(model), unchanged(model, (args, kwargs)):
-            with parameter_readers(model) as readers:
-                calls = record_calls(model, args, kwargs, store, wanted)
-            ran = Counter(call.path for call in calls)
-            if exact:  # with the modules that there were in the run
-                check_same_modules_ran(tagged, model, ran, name)
+        calls, readers = _recorded(run, model, args, kwargs, chosen, store)
+        ran = Counter(call.path for call in calls)
         taken = run if isinstance(run, DumpedRun) else with_taken_branches(run)
         calls, calls_taken = numbered_as_in_file(tagged, taken.tagged, calls)
         unmatched = unmatched_calls(tagged, ran, calls_taken)
         compared = [call for call in calls if call.path in chosen and call.path not in unmatched]
-        unmatched |= dict.fromkeys(
-            (call.path for call in compared if None in call.outputs), _NO_VALUES
-        )
-        checked, blame, reasons, following = check_run(
+        for call in compared:
+            if None in call.outputs:
+                unmatched[call.path] = _NO_VALUES
+        checked, blame, reasons, next_outputs = check_run(
             taken, compared, store, allowed, isolated=isolated
         )
     blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
-    known = known_parameters(tagged, model) if exact else {}
+    parameters = known_parameters(tagged, model) if exact else {}
     drawing = {call.path for call in calls if call.draws}
     training = training_nodes(tagged, blame.modules, drawing) if blame.modules else ()
     modules = module_results(
@@ -223,12 +221,41 @@ def _verified(
         modules=modules,
         wrong=tuple(path for path in blame.modules if path in modules),
         isolated=isolated,
-        next_outputs=following,
+        next_outputs=next_outputs,
         tags=(tagged.tag_facts,),
-        parameters=len(known),
-        misplaced=misplaced_parameters(tagged, known, readers, model),
+        parameters=len(parameters),
+        misplaced=misplaced_parameters(tagged, parameters, readers, model),
         training=training,
     )
+
+
+def _recorded(
+    run: FileRun,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    chosen: Collection[str],
+    store: ArrayStore,
+) -> tuple[list[ModuleCall], Mapping[str, frozenset[str]]]:
+    """Run PyTorch; return the calls of all modules, and the modules that read each parameter."""
+    tagged = run.tagged
+
+    def wanted(path: str, number: int, argument: str) -> bool:
+        signature = tagged.signature(path, number)
+        if path not in chosen or signature is None:
+            return False
+        return signature.inputs.get(argument) is not None
+
+    # `evaluating` may wait for other threads: `unchanged` begins after it, to keep the changes that
+    # they make meanwhile.
+    with evaluating(model), unchanged(model, (args, kwargs)):
+        with parameter_readers(model) as readers:
+            calls = record_calls(model, args, kwargs, store, wanted)
+        if tagged.source != "torch":
+            # Inside the block: a model may add modules while it runs, which are removed again.
+            ran = Counter(call.path for call in calls)
+            check_same_modules_ran(tagged, model, ran, run.name)
+    return calls, readers
 
 
 _NO_VALUES = "some of its tensors have no values of their own in PyTorch: torch.vmap runs it, or they are sparse"
@@ -237,31 +264,38 @@ _NO_VALUES = "some of its tensors have no values of their own in PyTorch: torch.
 def feed_of_call(
     tagged: TaggedModel, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the arguments of a call of the model as inputs of the file; what does not fit is an `InputError`.
+    """Convert the arguments of a call of the model to inputs of the file.
 
-    They are matched by the signature in the file, otherwise by name, otherwise in order. A number,
-    also a default of ``forward``, is an input if the exporter made it one, as TorchScript's does.
+    Arguments are matched by the signature in the file, otherwise by name, otherwise in order. A
+    number, also a default of ``forward``, is an input if the exporter converted it to one, as
+    TorchScript's exporter does.
+
+    Raises:
+        InputError: The arguments do not fit the inputs.
     """
     inputs = Inputs.of(tagged.model)
     call = arguments_by_name(model.forward, tuple(args), kwargs)
     values: dict[str, Any] = dict(named_tensors_in(call))
     names = input_arguments(tagged)
     leaves = named_leaves({**defaults_of(model.forward), **call})
-    numbers = {name: leaf for name, leaf in leaves if isinstance(leaf, int | float)}
-    values.update(
-        (argument, numbers[argument]) for argument in names.values() if argument in numbers
-    )
-    if not all(argument in values for argument in names.values()):
+    numbers = {argument: leaf for argument, leaf in leaves if isinstance(leaf, int | float)}
+    for argument in names.values():
+        if argument in numbers:
+            values[argument] = numbers[argument]
+    if not values.keys() >= set(names.values()):
         if len(inputs) != len(values):
             raise InputError(
                 f"{name}: takes {len(inputs)} inputs, and the call has {len(values)} tensors"
             )
         names = dict(zip(names, values, strict=True))
     try:
-        wanted = {each.name: each for each in inputs}
-        given = {key: array_for(wanted[key], values[argument]) for key, argument in names.items()}
-        fed = inputs.feed_again(given).arrays
+        declared = {entry.name: entry for entry in inputs}
+        arrays = {
+            input_name: array_for(declared[input_name], values[argument])
+            for input_name, argument in names.items()
+        }
+        feed = inputs.feed_again(arrays).arrays
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
-    # a model may change its arguments in place
-    return {key: array.copy() for key, array in fed.items()}
+    # Copies, because a model may change its arguments in place.
+    return {input_name: array.copy() for input_name, array in feed.items()}

@@ -1,1 +1,1 @@
-"""Checkpoints whose weights are quantized already: GPTQ, AWQ, bitsandbytes, GGUF."""
+"""Quantized checkpoints: GPTQ, AWQ, bitsandbytes, GGUF."""

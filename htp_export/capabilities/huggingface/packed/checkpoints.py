@@ -1,7 +1,6 @@
-"""Which checkpoints are quantized, and how each is read.
+"""Read quantized checkpoints of GPTQ, AWQ and bitsandbytes; detect GGUF files.
 
-Files of others are not trusted: no pickle is opened, and shapes are compared before anything is
-read.
+Files are not trusted: pickles are not opened, and shapes are compared before tensors are read.
 """
 
 from __future__ import annotations
@@ -33,18 +32,31 @@ from htp_export.format.json_text import parse_json
 from htp_export.runtime.arrays import from_torch
 
 Tensors = Callable[[str], Array]
-"""Reads a tensor of a module by its name within the module."""
+"""Function that reads a tensor of a module by its name within the module."""
 
 Layout = Callable[[Mapping[str, tuple[int, ...]], Tensors, Mapping[str, Any]], Layer | None]
+"""Function from shapes, `Tensors` and config of a module to its packed weight; None if it has none."""
 
-_WORD = 32  # bits of an integer that holds several
-_WIDTHS = (2, 4, 8)  # bits of a number that GPTQ and AWQ pack without one lying in two words
+_WORD = 32
+"""Bits of an integer that contains several numbers."""
+
+_WIDTHS = (2, 4, 8)
+"""Bits of a number that divide a word: GPTQ packs numbers of 3 bits across two words."""
+
 _VERSIONS = ("gptq", "gptq_v2")
 _STATE = "weight.quant_state.bitsandbytes__"
-_LONGEST_STATE = 1 << 12  # bytes: bitsandbytes writes some hundred, as JSON
-_LARGEST_BLOCK = 1 << 16  # numbers with one scale: bitsandbytes has up to 4096
-_CODES = ("fp4", "nf4")  # as ``quant_type`` of MatMulBnb4 counts them
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight columns
+
+_LONGEST_STATE = 1 << 12
+"""Bytes of a state: bitsandbytes writes a few hundred, as JSON."""
+
+_LARGEST_BLOCK = 1 << 16
+"""Numbers with one scale: bitsandbytes has up to 4096."""
+
+_CODES = ("fp4", "nf4")
+"""The types of codes, in the order of ``quant_type`` of MatMulBnb4."""
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The position in a word of each of eight columns."""
 
 
 def _gptq(
@@ -61,23 +73,25 @@ def _gptq(
     version = config.get("checkpoint_format") or config.get("format") or _VERSIONS[0]
     if version not in _VERSIONS:
         raise ValueError(
-            f"GPTQ of the format {version!r} is not read; {' and '.join(_VERSIONS)} are"
+            f"GPTQ of the format {version!r} is not supported; {' and '.join(_VERSIONS)} are"
         )
     (words, outputs), (groups, zeros) = _sizes(shapes, "qweight", "qzeros")
     bits = zeros * _WORD // max(outputs, 1)
     if bits not in _WIDTHS or zeros * _WORD != bits * outputs:
-        raise ValueError(f"weights of {bits} bits are not read; those of 2, 4 and 8 are")
+        raise ValueError(f"weights of {bits} bits are not supported; 2, 4 and 8 bits are")
     inputs = words * _WORD // bits
     group = _group(config, inputs, groups)
-    _require(
-        shapes, scales=(groups, outputs), **({"g_idx": (inputs,)} if "g_idx" in shapes else {})
-    )
+    _require(shapes, scales=(groups, outputs))
+    has_order = "g_idx" in shapes
+    if has_order:
+        _require(shapes, g_idx=(inputs,))
 
     def packed() -> Packed:
-        index = read("g_idx").astype(np.int64) if "g_idx" in shapes else np.arange(inputs) // group
+        in_order = np.arange(inputs) // group
+        index = read("g_idx").astype(np.int64) if has_order else in_order
         order = np.argsort(index, kind="stable")
-        if (index[order] != np.arange(inputs) // group).any():
-            raise ValueError(f"g_idx does not give each group {group} inputs")
+        if (index[order] != in_order).any():
+            raise ValueError(f"g_idx does not assign {group} inputs to each group")
         levels = integers_in(_words(read("qweight")).T, bits)
         points = integers_in(_words(read("qzeros")), bits).T
         if version == _VERSIONS[0]:
@@ -103,7 +117,7 @@ def _awq(
     bits = config.get("bits", config.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         raise ValueError(
-            f"AWQ of version {version!r} with {bits} bits is not read; 'gemm' with 4 bits is"
+            f"AWQ of version {version!r} with {bits} bits is not supported; 'gemm' with 4 bits is"
         )
     (inputs, words), (groups, _) = _sizes(shapes, "qweight", "qzeros")
     outputs = words * _WORD // bits
@@ -111,10 +125,10 @@ def _awq(
     _require(shapes, qzeros=(groups, words), scales=(groups, outputs))
 
     def columns(name: str) -> Array:
-        held = integers_in(_words(read(name)), bits)
-        return (
-            held.reshape(len(held), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER].reshape(len(held), -1).T
-        )
+        numbers = integers_in(_words(read(name)), bits)
+        count = len(numbers)
+        by_word = numbers.reshape(count, -1, len(_AWQ_ORDER))
+        return by_word[:, :, _AWQ_ORDER].reshape(count, -1).T
 
     def packed() -> Packed:
         return _in_blocks(columns("qweight"), bits, read("scales").T, columns("qzeros"), group)
@@ -125,7 +139,7 @@ def _awq(
 def _bitsandbytes(
     shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]
 ) -> Layer | None:
-    """bitsandbytes: nf4 and fp4, with scales that may be quantized once more, and LLM.int8 with a scale for each row.
+    """bitsandbytes: nf4 and fp4, whose scales may be quantized, too, and LLM.int8 with a scale for each row.
 
     (https://github.com/bitsandbytes-foundation/bitsandbytes, ``bitsandbytes/functional.py``:
     ``QuantState``.)
@@ -142,17 +156,14 @@ def _bitsandbytes(
         raise ValueError(f"{_STATE}{kind!r} is too long")
     state = parse_json(read(f"{_STATE}{kind}").tobytes())
     outputs, inputs, block = _state_sizes(state)
-    count = -(-outputs * inputs // block)
+    count = -(-outputs * inputs // block)  # of blocks; the last one may be shorter
     _require(shapes, **{"weight.absmax": (count,), "weight.quant_map": (16,)})
     nested = _nested(state, count) if "weight.nested_absmax" in shapes else None
     if nested is not None:
-        _require(
-            shapes,
-            **{
-                "weight.nested_absmax": (-(-count // nested.block),),
-                "weight.nested_quant_map": (256,),
-            },
-        )
+        outer_count = -(-count // nested.block)
+        _require(shapes, **{"weight.nested_absmax": (outer_count,)})
+        _require(shapes, **{"weight.nested_quant_map": (256,)})
+    # Two codes of four bits in a byte.
     if math.prod(shapes["weight"]) * 2 != outputs * inputs:
         raise ValueError(
             f"'weight' has shape {list(shapes['weight'])}, and {[outputs, inputs]} was packed"
@@ -162,9 +173,10 @@ def _bitsandbytes(
         scales = read("weight.absmax")
         if nested is not None:
             outer = np.repeat(read("weight.nested_absmax"), nested.block)[:count]
-            places = _integers(scales, np.uint8)
-            scales = read("weight.nested_quant_map")[places] * outer + np.float32(nested.offset)
-        codes, table = _integers(read("weight"), np.uint8).reshape(-1), read("weight.quant_map")
+            indices = _integers(scales, np.uint8)
+            scales = read("weight.nested_quant_map")[indices] * outer + np.float32(nested.offset)
+        codes = _integers(read("weight"), np.uint8).reshape(-1)
+        table = read("weight.quant_map")
         return Coded(
             codes, scales.astype(np.float32), table, block, (outputs, inputs), _CODES.index(kind)
         )
@@ -173,55 +185,55 @@ def _bitsandbytes(
 
 
 class _Nested(NamedTuple):
-    """How bitsandbytes quantized scales once more: those of a block have one scale."""
+    """Quantization of scales in bitsandbytes: the scales of ``block`` blocks share one scale."""
 
     block: int
     offset: float
 
 
 def _state_sizes(state: Any) -> tuple[int, int, int]:
-    """The sizes of a matrix, and the numbers in a block, of the state of a quantized weight."""
+    """The outputs and inputs of a matrix, and the size of a block, in the state of a quantized weight."""
     match state:
-        case {"shape": [int(outputs), int(inputs)], "blocksize": int(block)} if (
-            outputs > 0 and inputs > 0
-        ):
-            if 0 < block <= _LARGEST_BLOCK:  # scales are repeated so often
+        case {"shape": [int(outputs), int(inputs)], "blocksize": int(block)}:
+            # The limit bounds the memory: each scale is repeated for a block.
+            if outputs > 0 and inputs > 0 and 0 < block <= _LARGEST_BLOCK:
                 return outputs, inputs, block
     raise ValueError("the state of 'weight' has no shape of a matrix and no blocksize")
 
 
 def _nested(state: Mapping[str, Any], count: int) -> _Nested:
+    """The quantization of ``count`` scales, in the state of a quantized weight."""
     match state:
-        case {"nested_blocksize": int(block), "nested_offset": int(offset) | float(offset)} if (
-            block > 0
-        ):
-            return _Nested(min(block, count), float(offset))
+        case {"nested_blocksize": int(block), "nested_offset": int(offset) | float(offset)}:
+            if block > 0:
+                return _Nested(min(block, count), float(offset))
     raise ValueError("the state of 'weight' has no nested_blocksize and no nested_offset")
 
 
 def _int8(weight: Array, bounds: Array) -> Packed:
+    """Signed integers with one scale for each row: ``bounds`` / 127."""
     block, groups = blocks_of_groups(weight.shape[1], weight.shape[1])
     scales = np.repeat(bounds.astype(np.float32)[:, None] / np.float32(127), len(groups), axis=1)
     return Packed(weight.view(np.uint8) ^ np.uint8(128), 8, scales, None, block)
 
 
 LAYOUTS: Mapping[str, Layout] = {"gptq": _gptq, "awq": _awq, "bitsandbytes": _bitsandbytes}
-"""``quant_method`` of a config → how it packs."""
+"""``quant_method`` of a config → its layout."""
 
 
 def _in_blocks(
     levels: Array, bits: int, scales: Array, points: Array, group: int, order: Array | None = None
 ) -> Packed:
-    """Levels with a scale and a zero point for each group, in the blocks of ONNX Runtime."""
+    """Convert levels with a scale and a zero point for each group to the blocks of ONNX Runtime."""
     block, groups = blocks_of_groups(group, levels.shape[1])
-    by_block = np.ascontiguousarray(scales.astype(np.float32)[:, groups])
-    return Packed(
-        levels, max(bits, 4), by_block, np.ascontiguousarray(points[:, groups]), block, order
-    )
+    block_scales = np.ascontiguousarray(scales.astype(np.float32)[:, groups])
+    block_points = np.ascontiguousarray(points[:, groups])
+    # Levels of fewer bits are written with four.
+    return Packed(levels, max(bits, 4), block_scales, block_points, block, order)
 
 
 def _group(config: Mapping[str, Any], inputs: int, groups: int) -> int:
-    """The inputs of a group: as the config says, or as follows from the number of groups."""
+    """The number of inputs in a group: from the config or, if it does not fit, from the number of groups."""
     size = config.get("group_size", config.get("q_group_size", 0))
     if not isinstance(size, int) or size <= 0 or -(-inputs // size) != groups:
         size = inputs // max(groups, 1)
@@ -230,25 +242,28 @@ def _group(config: Mapping[str, Any], inputs: int, groups: int) -> int:
     return size
 
 
-def _require(shapes: Mapping[str, tuple[int, ...]], **wanted: tuple[int, ...]) -> None:
-    for name, shape in wanted.items():
+def _require(shapes: Mapping[str, tuple[int, ...]], **needed: tuple[int, ...]) -> None:
+    """Raise a `ValueError` if a tensor is missing or has another shape."""
+    for name, shape in needed.items():
         if shapes.get(name) != shape:
-            there = "is missing" if name not in shapes else f"has shape {list(shapes[name])}"
-            raise ValueError(f"{name!r} {there}, and {list(shape)} is needed")
+            problem = "is missing" if name not in shapes else f"has shape {list(shapes[name])}"
+            raise ValueError(f"{name!r} {problem}, and {list(shape)} is needed")
 
 
 def _words(array: Array) -> Array:
+    """An array of 32-bit words; a `ValueError` for another type."""
     return _integers(array, np.int32)
 
 
 def _integers(array: Array, kind: type[np.integer[Any]]) -> Array:
+    """An array of packed integers; a `ValueError` if it is not of a type."""
     if array.dtype != kind:
-        raise ValueError(f"integers are packed into {array.dtype}, and {np.dtype(kind)} is read")
+        raise ValueError(f"integers are packed into {array.dtype}, not into {np.dtype(kind)}")
     return array
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], *names: str) -> list[tuple[int, ...]]:
-    """The shapes of matrices."""
+    """The shapes of matrices; a `ValueError` if one is missing or has another rank."""
     for name in names:
         if len(shapes.get(name, ())) != 2:
             raise ValueError(f"{name!r} is missing or is no matrix")
@@ -259,21 +274,22 @@ _CONFIG, _GPTQ_CONFIG = "config.json", "quantize_config.json"
 
 
 def is_packed(source: str | os.PathLike[str]) -> bool:
-    """Whether it is a GGUF file, or a folder with a quantized checkpoint that can be read, by its config."""
-    return is_gguf(source) or (
-        Path(source).is_dir() and str(_quantization(Path(source)).get("quant_method")) in LAYOUTS
-    )
+    """Whether a source is a GGUF file, or a folder whose config names a supported quantization."""
+    if is_gguf(source):
+        return True
+    path = Path(source)
+    return path.is_dir() and str(_quantization(path).get("quant_method")) in LAYOUTS
 
 
 def is_gguf(source: str | os.PathLike[str]) -> bool:
-    """Whether it is named as a GGUF file, and is a file."""
+    """Whether a source is a file with the suffix ``.gguf``."""
     return Path(source).suffix.lower() == ".gguf" and Path(source).is_file()
 
 
 def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
-    """Read a quantized checkpoint: a GGUF file, or a folder with safetensors files whose ``config.json`` says how.
+    """Read a quantized checkpoint: a GGUF file, or a folder with safetensors files and a quantization config.
 
-    Only headers are read; weights are when they are used.
+    Only headers are read; weights are read when they are used.
 
     Raises:
         FileError: If there is no such checkpoint, or its tensors do not have the shapes that the
@@ -288,7 +304,7 @@ def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
     method = str(config.get("quant_method", "gptq" if config else ""))
     if method not in LAYOUTS:
         problem = f"has quant_method {method!r}" if config else "names no quantization"
-        raise FileError(path / _CONFIG, f"{problem}; {', '.join(LAYOUTS)} are read")
+        raise FileError(path / _CONFIG, f"{problem}; supported are {', '.join(LAYOUTS)}")
     checkpoint = read_checkpoint(path)
     by_module: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, shape in checkpoint.shapes.items():
@@ -306,26 +322,30 @@ def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
             raise FileError(path, f"module {module!r}: {problem}") from error
         if layer is not None:
             layers[f"{prefix}weight"] = layer
-        kept = shapes if layer is None else shapes.keys() & {"bias"}
-        others |= {f"{prefix}{name}": functools.partial(read, name) for name in kept}
+        # Of a packed module, tensors other than the bias are parts of the weight.
+        names = shapes.keys() if layer is None else shapes.keys() & {"bias"}
+        for name in names:
+            others[f"{prefix}{name}"] = functools.partial(read, name)
     if not layers:
         raise FileError(path, f"has no weights of {method}")
     return PackedCheckpoint(path, method, layers, others)
 
 
 def _quantization(folder: Path) -> Mapping[str, Any]:
-    """What the config of a folder says of quantization; nothing for other folders."""
+    """The quantization config of a folder; empty if it has none."""
     for name in (_CONFIG, _GPTQ_CONFIG):
-        if (folder / name).is_file():
-            content = read_json(folder / name, plain=True)
-            is_whole = name == _GPTQ_CONFIG or not isinstance(content, dict)
-            found = content if is_whole else content.get("quantization_config")
-            if isinstance(found, dict) and found:
-                return found
+        if not (folder / name).is_file():
+            continue
+        config = read_json(folder / name, plain=True)
+        if name == _CONFIG and isinstance(config, dict):
+            config = config.get("quantization_config")
+        if isinstance(config, dict) and config:
+            return config
     return {}
 
 
 def _tensor(files: Mapping[str, Path], prefix: str, name: str) -> Array:
+    """Read one tensor of a module."""
     from safetensors import SafetensorError, safe_open
 
     file = files[f"{prefix}{name}"]

@@ -1,6 +1,6 @@
-"""GGUF files: blocks of ggml, under the names and in the order of rows that transformers gives them.
+"""GGUF files: blocks of ggml, with transformers' names and order of rows.
 
-The layouts of blocks are those of ``gguf.quants``
+The layouts of blocks are from ``gguf.quants``
 (https://github.com/ggml-org/llama.cpp/tree/master/gguf-py).
 """
 
@@ -24,14 +24,14 @@ from htp_export.capabilities.huggingface.packed.weights import (
 from htp_export.errors import FileError, InputError, described
 
 _Parts = tuple[Array, Array, "Array | None"]
-"""The levels of each block, and its scale and zero point in the last axis."""
+"""The levels of blocks, their scales, and their zero points, None for the middle of the levels."""
 
 
 def gguf_config(file: Path) -> Any:
-    """The config of transformers that a file describes; its class is that of a causal language model.
+    """The config of transformers for a file, with the class of a causal language model.
 
     Raises:
-        FileError: If it is no GGUF file.
+        FileError: If the file is not valid GGUF.
     """
     check_gguf_header(file)
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -46,11 +46,10 @@ def gguf_config(file: Path) -> Any:
 def read_gguf(file: Path) -> PackedCheckpoint:
     """Read the header of a GGUF file; its tensors are mapped.
 
-    Blocks of the types `_TYPES` stay packed where they are rows of a matrix; other tensors are
-    dequantized by ``gguf``.
+    Matrices with blocks of the types `_TYPES` stay packed; ``gguf`` dequantizes other tensors.
 
     Raises:
-        FileError: If it is no GGUF file, or transformers has no names for its architecture.
+        FileError: If the file is not valid GGUF, or transformers does not support its architecture.
         InputError: If the package ``gguf`` is not installed.
     """
     try:
@@ -66,36 +65,38 @@ def read_gguf(file: Path) -> PackedCheckpoint:
     except FileError:
         raise
     except Exception as error:
-        # of gguf and transformers, which raise what the numbers of a file lead to
+        # gguf and transformers raise errors of any type for invalid numbers.
         raise FileError(file, f"cannot be read as GGUF: {described(error)}") from error
     layers: dict[str, Layer] = {}
     others: dict[str, Callable[[], Array]] = {}
     for tensor in reader.tensors:
-        name, shape = names.get(tensor.name), tuple(int(size) for size in tensor.shape[::-1])
+        name = names.get(tensor.name)
         if name is None:
             continue
         others[name] = functools.partial(_dequantized, tensor, process)
         parts = _TYPES.get(tensor.tensor_type.name)
-        rows = (
-            _rows(process, tensor.name, shape[0]) if parts is not None and len(shape) == 2 else None
-        )
-        if parts is not None and rows is not None:
-            layers[name] = Layer(
-                (shape[0], shape[1]), functools.partial(_packed, tensor.data, parts, rows)
-            )
+        # ggml lists the sizes of a tensor from the last one to the first.
+        shape = [int(size) for size in tensor.shape[::-1]]
+        if parts is None or len(shape) != 2:
+            continue
+        rows = _rows(process, tensor.name, shape[0])
+        if rows is not None:
+            read = functools.partial(_packed, tensor.data, parts, rows)
+            layers[name] = Layer((shape[0], shape[1]), read)
     if not layers:
         raise FileError(file, f"has no matrices of the types {', '.join(_TYPES)}")
     return PackedCheckpoint(file, "gguf", layers, others)
 
 
 def _dequantized(tensor: Any, process: Callable[[Array, str], Array]) -> Array:
+    """The values of a tensor, in transformers' order."""
     from gguf import dequantize
 
     return process(dequantize(tensor.data, tensor.tensor_type), tensor.name)
 
 
 def _names(file: Path, reader: Any) -> tuple[Mapping[str, str], Callable[[Array, str], Array]]:
-    """Name in the file → name in transformers' model, and what transformers does to the numbers of a tensor."""
+    """Name in the file → name in transformers' model; and a function that reorders a tensor as transformers does."""
     import torch
     import transformers
     from transformers import modeling_gguf_pytorch_utils as gguf_loading
@@ -105,7 +106,7 @@ def _names(file: Path, reader: Any) -> tuple[Mapping[str, str], Callable[[Array,
     architecture = reader.get_field("general.architecture").contents()
     if architecture not in loading.GGUF_SUPPORTED_ARCHITECTURES:
         raise FileError(
-            file, f"is of the architecture {architecture!r}, whose names transformers does not tell"
+            file, f"is of the architecture {architecture!r}, which transformers does not support"
         )
     config = gguf_config(file)
     with torch.device("meta"):
@@ -116,40 +117,44 @@ def _names(file: Path, reader: Any) -> tuple[Mapping[str, str], Callable[[Array,
     names = loading.get_gguf_hf_weights_map(model, processor)
 
     def process(array: Array, name: str) -> Array:
-        made = processor.process(
+        processed = processor.process(
             weights=array, name=name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
         )
-        return np.ascontiguousarray(made.weights)
+        return np.ascontiguousarray(processed.weights)
 
     return names, process
 
 
 def _rows(process: Callable[[Array, str], Array], name: str, count: int) -> Array | None:
-    """The row of the file for each row of the parameter; None where more than the order of rows is changed."""
+    """The row of the file for each row of the parameter; None if transformers changes more than the order of rows.
+
+    It is found with a matrix of one column, whose values are the numbers of the rows.
+    """
     numbers = np.arange(count, dtype=np.float64)[:, None]
     try:
         rows = process(numbers.copy(), name)
-    except Exception:  # of a reshape that needs all columns
+    except Exception:  # from a reshape that needs all columns
         return None
-    is_order = rows.shape == numbers.shape and np.array_equal(np.sort(rows, axis=0), numbers)
-    return rows[:, 0].astype(np.int64) if is_order else None
+    if rows.shape != numbers.shape or not np.array_equal(np.sort(rows, axis=0), numbers):
+        return None
+    return rows[:, 0].astype(np.int64)
 
 
 def _packed(data: Array, parts: Callable[[Array], _Parts], rows: Array) -> Packed:
+    """The packed weight of a tensor, with its rows in transformers' order."""
     blocks = np.ascontiguousarray(data)[rows]
     levels, scales, points = parts(blocks)
     count = len(rows)
-    flat = scales.astype(np.float32).reshape(count, -1)
-    return Packed(
-        levels.reshape(count, -1),
-        8 if parts in (_q8_0, _q6_k) else 4,
-        flat,
-        None if points is None else points.reshape(count, -1),
-        levels.reshape(count, -1).shape[1] // flat.shape[1],
-    )
+    levels = levels.reshape(count, -1)
+    scales = scales.astype(np.float32).reshape(count, -1)
+    if points is not None:
+        points = points.reshape(count, -1)
+    bits = 8 if parts in (_q8_0, _q6_k) else 4
+    return Packed(levels, bits, scales, points, block=levels.shape[1] // scales.shape[1])
 
 
 def _half(array: Array) -> Array:
+    """Bytes as numbers of half precision."""
     return np.ascontiguousarray(array).view(np.float16).astype(np.float32)
 
 
@@ -159,30 +164,37 @@ def _nibbles(array: Array) -> Array:
 
 
 def _with_minimum(levels: Array, scales: Array, minimum: Array) -> _Parts:
-    """``scale * level - minimum`` as ``(level - point) * scale``; without a scale, all elements are the minimum."""
-    flat = scales == 0
-    points = np.divide(minimum, scales, out=np.ones_like(minimum), where=~flat)
-    return np.where(flat[..., None], np.uint8(0), levels), np.where(flat, minimum, scales), points
+    """Convert ``scale * level - minimum`` to ``(level - point) * scale``.
+
+    A block with the scale 0 contains the minimum alone: it gets this as scale, levels 0 and point 1.
+    """
+    is_constant = scales == 0
+    points = np.divide(minimum, scales, out=np.ones_like(minimum), where=~is_constant)
+    levels = np.where(is_constant[..., None], np.uint8(0), levels)
+    return levels, np.where(is_constant, minimum, scales), points
 
 
 def _q4_0(data: Array) -> _Parts:
+    """A block of 32: scale, 16 bytes."""
     blocks = data.reshape(len(data), -1, 18)
     return _nibbles(blocks[..., 2:]), _half(blocks[..., :2]), None
 
 
 def _q4_1(data: Array) -> _Parts:
+    """A block of 32: scale, minimum, 16 bytes."""
     blocks = data.reshape(len(data), -1, 20)
-    return _with_minimum(
-        _nibbles(blocks[..., 4:]), _half(blocks[..., :2])[..., 0], -_half(blocks[..., 2:4])[..., 0]
-    )
+    scales, minima = _half(blocks[..., :2])[..., 0], _half(blocks[..., 2:4])[..., 0]
+    return _with_minimum(_nibbles(blocks[..., 4:]), scales, -minima)
 
 
 def _q8_0(data: Array) -> _Parts:
+    """A block of 32: scale, 32 signed bytes."""
     blocks = data.reshape(len(data), -1, 34)
     return blocks[..., 2:] ^ np.uint8(128), _half(blocks[..., :2]), None
 
 
 def _q4_k(data: Array) -> _Parts:
+    """A block of 256: scale and minimum, 8 factors of 6 bits for each of these, 128 bytes."""
     from gguf.quants import Q4_K
 
     blocks = data.reshape(len(data), -1, 144)
@@ -194,17 +206,19 @@ def _q4_k(data: Array) -> _Parts:
 
 
 def _q6_k(data: Array) -> _Parts:
+    """A block of 256: 128 bytes of low bits, 64 of high bits, 16 signed factors, scale."""
     blocks = data.reshape(len(data), -1, 210)
-    low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)).reshape(
-        *blocks.shape[:2], 256
-    )
-    held = integers_in(blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 32, 1), 2)
-    high = held.swapaxes(-1, -2).reshape(*blocks.shape[:2], 256)
-    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32)
-    return (low | high << np.uint8(4)) + np.uint8(128 - 32), _half(blocks[..., 208:]) * scales, None
+    leading = blocks.shape[:2]
+    low = _nibbles(blocks[..., :128].reshape(*leading, 2, 64)).reshape(*leading, 256)
+    pairs = integers_in(blocks[..., 128:192].reshape(*leading, 2, 32, 1), 2)
+    high = pairs.swapaxes(-1, -2).reshape(*leading, 256)
+    factors = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32)
+    # The middle of ggml's levels is 32, that of eight bits 128.
+    levels = (low | high << np.uint8(4)) + np.uint8(128 - 32)
+    return levels, _half(blocks[..., 208:]) * factors, None
 
 
 _TYPES: Mapping[str, Callable[[Array], _Parts]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k,
 }  # fmt: skip
-"""Types of ggml that are affine in blocks. Q6_K has 8 bits afterwards."""
+"""Types of ggml with a scale and a zero point for each block. Q6_K is converted to 8 bits."""

@@ -1,7 +1,7 @@
-"""The numbers in the header of a GGUF file, checked before ``gguf`` reads it.
+"""Check the numbers in the header of a GGUF file before ``gguf`` reads it.
 
-``GGUFReader`` loops over as many elements as an array states, also past the end of the file:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md has the layout.
+``GGUFReader`` loops over as many elements as an array claims to have, also past the end of the
+file. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from htp_export.files.filesystem import opened_plain
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY = 8, 9  # types of values, as those of `_SIZES`
-_MOST_DIMENSIONS = 4  # of a tensor of ggml
+"""Type of a value → bytes."""
+
+_STRING, _ARRAY = 8, 9  # further types of values
+_MOST_DIMENSIONS = 4  # GGML_MAX_DIMS, the limit of ggml
 
 
 def check_gguf_header(file: Path) -> None:
-    """Refuse (`FileError`) a file whose header is incomplete, or counts more than the file has bytes for."""
+    """Refuse (`FileError`) a file whose header is incomplete, or claims more elements than the file has bytes for."""
     try:
         with (
             opened_plain(file) as stream,
@@ -29,12 +31,12 @@ def check_gguf_header(file: Path) -> None:
             _Header(content).check()
     except OSError as error:
         raise FileError.unreadable(file, error) from error
-    except (struct.error, ValueError) as error:  # of an empty file, mmap has a ValueError
+    except (struct.error, ValueError) as error:  # mmap raises a ValueError for an empty file
         raise FileError(file, f"cannot be read as GGUF: {error}") from error
 
 
 class _Header:
-    """A place in the header, which goes on with each number that is read."""
+    """A cursor in the header."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
@@ -42,7 +44,7 @@ class _Header:
         self._order = "<"
 
     def check(self) -> None:
-        """Read the header to its end; a `ValueError` or `struct.error` if that is not possible."""
+        """Read the header to its end; raise a `ValueError` or `struct.error` if it is invalid."""
         if self._content[:4] != _MAGIC:
             raise ValueError("it does not begin with GGUF")
         self._at = 4
@@ -53,7 +55,7 @@ class _Header:
         if version not in _VERSIONS:
             raise ValueError(f"version {version} is not supported")
         tensors, entries = self._number("Q"), self._number("Q")
-        # each takes bytes, so that a false count ends with those of the file
+        # Each entry has bytes: with a false count, the loop ends at the end of the file.
         for _ in range(entries):
             self._skip_text()
             self._skip_value(self._number("I"))
@@ -62,7 +64,7 @@ class _Header:
             dimensions = self._number("I")
             if dimensions > _MOST_DIMENSIONS:
                 raise ValueError(f"a tensor has {dimensions} dimensions")
-            self._skip(8 * dimensions + 4 + 8)  # sizes, type, and place of its data
+            self._skip(8 * dimensions + 4 + 8)  # sizes, type, and offset of its data
 
     def _number(self, kind: str) -> int:
         (number,) = struct.unpack_from(self._order + kind, self._content, self._at)

@@ -1,4 +1,4 @@
-"""Weights of few bits, as any checkpoint has them: integers, and a scale and a zero point for each block of a row."""
+"""Packed weights of any checkpoint: integers of few bits, with a scale and a zero point for each block of a row."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from htp_export.errors import FileError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_LARGEST_BLOCK = 256  # ONNX Runtime's kernels take powers of two up to it
-_SMALLEST_BLOCK = 16  # and from it
+_LARGEST_BLOCK = 256  # ONNX Runtime's kernels support powers of two from 16 to 256
+_SMALLEST_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,12 @@ class Packed:
 
     Attributes:
         levels: Integers from 0 on, uint8 of ``(outputs, inputs)``.
-        bits: Of a level as it is written: 4 or 8.
+        bits: Bits of a level in a file: 4 or 8.
         scales: float32 of ``(outputs, blocks)``.
         points: Zero points of ``(outputs, blocks)``: uint8, or float32; None for the middle of the
             levels.
-        block: How many inputs share a scale; the last block may have fewer.
-        order: For each column of ``levels`` the input that it multiplies with; None where they are
-            in order.
+        block: Number of inputs that share a scale; the last block may be shorter.
+        order: For each column of ``levels``, the number of its input; None if they are in order.
     """
 
     levels: Array
@@ -43,32 +42,34 @@ class Packed:
         """The matrix as float32, its columns in the order of the inputs."""
         middle = np.float32(1 << (self.bits - 1))
         points = middle if self.points is None else self._by_input(self.points.astype(np.float32))
-        made = (self.levels.astype(np.float32) - points) * self._by_input(self.scales)
-        return made if self.order is None else made[:, np.argsort(self.order)]
+        matrix = (self.levels.astype(np.float32) - points) * self._by_input(self.scales)
+        return matrix if self.order is None else matrix[:, np.argsort(self.order)]
 
     def _by_input(self, by_block: Array) -> Array:
+        """Repeat the numbers of blocks for each input."""
         return np.repeat(by_block, self.block, axis=1)[:, : self.levels.shape[1]]
 
     operator = "MatMulNBits"
 
     @property
     def attributes(self) -> dict[str, int]:
-        """Those of the operator."""
+        """The attributes of the operator."""
         outputs, inputs = self.levels.shape
         return {"K": inputs, "N": outputs, "bits": self.bits, "block_size": self.block}
 
     def tensors(self) -> dict[str, Array]:
-        """What the operator reads beside its input; ``order``: in which order it reads this input."""
+        """The inputs of the operator for the weight; ``order`` is the order of the features of its other input."""
         rows, columns = self.levels.shape
         blocks = self.scales.shape[1]
         padded = np.pad(self.levels, ((0, 0), (0, blocks * self.block - columns)))
         levels = bytes_of_integers(padded, self.bits).reshape(rows, blocks, -1)
         tensors = {"levels": levels, "scales": self.scales}
+        # The operator's default for zero points is the middle of the levels.
         if self.points is not None and (self.points != 1 << (self.bits - 1)).any():
-            is_float = self.points.dtype == np.float32
-            tensors["zero_points"] = (
-                self.points if is_float else bytes_of_integers(self.points, self.bits)
-            )
+            if self.points.dtype == np.float32:
+                tensors["zero_points"] = self.points
+            else:
+                tensors["zero_points"] = bytes_of_integers(self.points, self.bits)
         if self.order is not None:
             tensors["order"] = self.order.astype(np.int64)
         return tensors
@@ -80,11 +81,11 @@ class Coded:
 
     Attributes:
         codes: Bytes of two codes each, the first in the high bits; row after row.
-        scales: float32, one for each block of the rows one after the other.
+        scales: float32, one for each block of the flattened matrix.
         table: 16 numbers.
-        block: Elements that share a scale.
+        block: Number of elements that share a scale.
         shape: Outputs and inputs.
-        kind: That of ``MatMulBnb4``: 0 for fp4, 1 for nf4.
+        kind: ``quant_type`` of ``MatMulBnb4``: 0 for fp4, 1 for nf4.
     """
 
     codes: Array
@@ -100,7 +101,7 @@ class Coded:
 
     @property
     def attributes(self) -> dict[str, int]:
-        """Those of the operator."""
+        """The attributes of the operator."""
         return {
             "K": self.shape[1],
             "N": self.shape[0],
@@ -109,7 +110,7 @@ class Coded:
         }
 
     def tensors(self) -> dict[str, Array]:
-        """What the operator reads beside its input."""
+        """The inputs of the operator for the weight."""
         return {"levels": self.codes, "scales": self.scales}
 
     def weight(self) -> Array:
@@ -121,18 +122,18 @@ class Coded:
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight that is packed in a checkpoint: ``(outputs, inputs)``, and how to read it."""
+    """A packed weight of a checkpoint: its shape, ``(outputs, inputs)``, and a function that reads it."""
 
     shape: tuple[int, int]
     read: Callable[[], Packed | Coded]
 
 
 class PackedCheckpoint(Mapping[str, Array]):
-    """A quantized checkpoint; as a mapping, its ``state_dict``: name → array, dequantized to float32 when it is read.
+    """A quantized checkpoint; as a mapping, its ``state_dict``: name → array, dequantized to float32 on access.
 
     Attributes:
         path: The folder or file.
-        kind: What made it: ``gptq``, ``awq``, ...
+        kind: Its quantization method: ``gptq``, ``awq``, ...
         layers: Name of a parameter → its packed weight.
     """
 
@@ -142,7 +143,7 @@ class PackedCheckpoint(Mapping[str, Array]):
         self.path, self.kind, self.layers, self._others = path, kind, layers, others
 
     def __getitem__(self, name: str) -> Array:
-        """A parameter; a `KeyError` if the checkpoint has none of this name."""
+        """The values of a parameter; a `KeyError` if the checkpoint has none of this name."""
         if name not in self._others:
             return self.packed(name).weight()
         array: Array = self._others[name]()
@@ -155,14 +156,14 @@ class PackedCheckpoint(Mapping[str, Array]):
         return len({*self.layers, *self._others})
 
     def also(self, names: Mapping[str, str]) -> PackedCheckpoint:
-        """The same with more names: name → the one that the checkpoint has."""
-        layers = {name: self.layers[known] for name, known in names.items() if known in self.layers}
-        others = {
-            name: self._others[known] for name, known in names.items() if known in self._others
-        }
-        return PackedCheckpoint(
-            self.path, self.kind, {**self.layers, **layers}, {**self._others, **others}
-        )
+        """A checkpoint with more names: new name → name in this checkpoint."""
+        layers, others = dict(self.layers), dict(self._others)
+        for new, name in names.items():
+            if name in self.layers:
+                layers[new] = self.layers[name]
+            if name in self._others:
+                others[new] = self._others[name]
+        return PackedCheckpoint(self.path, self.kind, layers, others)
 
     def packed(self, name: str) -> Packed | Coded:
         """The packed weight of a parameter; a `FileError` if its tensors do not fit together."""
@@ -173,24 +174,25 @@ class PackedCheckpoint(Mapping[str, Array]):
 
 
 def module_of(name: str) -> str:
-    """The module of a tensor; bitsandbytes has ``<module>.weight.absmax``."""
+    """The module of a tensor; names of bitsandbytes are ``<module>.weight.absmax``, for example."""
     return name.rpartition(".weight.")[0] or name.rpartition(".")[0]
 
 
 def integers_in(array: Array, bits: int) -> Array:
-    """The unsigned integers that the last axis holds, the low bits first; of 1, 2, 4 or 8 bits.
+    """Unpack unsigned integers of 1, 2, 4 or 8 bits from the last axis, the low bits first.
 
     Examples:
         >>> integers_in(np.int32([[0x76543210]]), 4)
         array([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=uint8)
     """
-    held = np.ascontiguousarray(array).view(np.uint8)
-    each = [held >> np.uint8(shift) & np.uint8((1 << bits) - 1) for shift in range(0, 8, bits)]
-    return np.stack(each, -1).reshape(*held.shape[:-1], -1)
+    octets = np.ascontiguousarray(array).view(np.uint8)
+    mask = np.uint8((1 << bits) - 1)
+    integers = [octets >> np.uint8(shift) & mask for shift in range(0, 8, bits)]
+    return np.stack(integers, -1).reshape(*octets.shape[:-1], -1)
 
 
 def bytes_of_integers(array: Array, bits: int) -> Array:
-    """Integers of 4 or 8 bits in bytes, the reverse of `integers_in`."""
+    """Pack integers of 4 or 8 bits into bytes, the reverse of `integers_in`."""
     if bits == 8:
         return array
     even = np.pad(array, ((0, 0), (0, array.shape[1] % 2)))
@@ -198,7 +200,7 @@ def bytes_of_integers(array: Array, bits: int) -> Array:
 
 
 def blocks_of_groups(group: int, inputs: int) -> tuple[int, Array]:
-    """The size of blocks that ONNX Runtime takes, for groups of any multiple of 16 inputs; and the group of each block.
+    """A block size of ONNX Runtime for groups of any multiple of 16 inputs, and the group of each block.
 
     Raises:
         ValueError: No block of 16 inputs or more fits into the groups.

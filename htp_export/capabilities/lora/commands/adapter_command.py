@@ -16,7 +16,7 @@ PLACE = ("Compress", 6)
 
 def adapter_command(
     file: FileArgument,
-    adapter: Annotated[Path, "Folder of an adapter of PEFT."],
+    adapter: Annotated[Path, "Folder of a PEFT adapter."],
     output: Annotated[Path, "The adapter file to write.", Writes(Kind.ADAPTER)],
     as_json: JsonOption = False,
 ) -> None:
