@@ -166,7 +166,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 NOT_ONNX = "{0}: not an ONNX model"
-MISSING = "gone.data: is missing: weights of missing.onnx lie in this file"
+MISSING = "gone.data: is missing: it contains weights of missing.onnx"
 SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx take 2,048"
 BERT = "export bert --random-weights --set num_hidden_layers=1 --set hidden_size=16 --set num_attention_heads=2"
 TAKE_INPUTS = ("carry net.onnx net.onnx -o o.onnx", "compare net.onnx net.onnx", "profile net.onnx", "cost net.onnx",
@@ -226,7 +226,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("run quantize_dynamic short.onnx -o o.onnx", SHORT),
     ("optimize net.onnx -o folder.onnx/o.onnx --share-weights", "cannot share the weights in"),
     # values and sizes
-    *((f"{command} --data none.npz", "none.npz: holds no arrays") for command in TAKE_INPUTS),
+    *((f"{command} --data none.npz", "none.npz: contains no arrays") for command in TAKE_INPUTS),
     *((f"{command} --shapes none.json", "none.json: holds no shapes") for command in TAKE_INPUTS),
     ("compare net.onnx net.onnx --data name.npz", "no input 'foo' in this model, only 'x'"),
     (
@@ -235,12 +235,12 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         "compare net.onnx net.onnx --data pickled.npz",
-        "pickled.npz: is no .npz file of plain arrays",
+        "pickled.npz: is not an .npz file of plain arrays",
     ),
-    ("profile net.onnx --data no.npz", "no.npz: is no .npz file of plain arrays"),
+    ("profile net.onnx --data no.npz", "no.npz: is not an .npz file of plain arrays"),
     (
         "run quantize_static net.onnx -o o.onnx --set data=pickled.npz",
-        "pickled.npz: is no .npz file of plain arrays",
+        "pickled.npz: is not an .npz file of plain arrays",
     ),
     (
         "run quantize_static net.onnx -o o.onnx",
@@ -424,7 +424,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         f"{BERT} --shapes name.npz -o o.onnx",
         "name.npz: holds values: --shapes is for a JSON file of shapes",
     ),
-    ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is no text"),
+    ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is not a text file"),
     # data
     (
         "compare net.onnx net.onnx --data many",
@@ -450,7 +450,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "compare net.onnx net.onnx --data empty",
         "empty: is a folder without .npz files; write them with numpy.savez",
     ),
-    ("compare net.onnx net.onnx --data list.json", "list.json: is no .npz file of plain arrays"),
+    ("compare net.onnx net.onnx --data list.json", "list.json: is not an .npz file of plain arrays"),
     (
         "compare net.onnx net.onnx --data many --shapes ok.json",
         "--shapes are those of random inputs, and --data have",
@@ -499,7 +499,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "quantize net.onnx int8 --plan-for nosuch -o o.json",
         "plans are written for genai, modelopt, nncf, olive, ort, not for",
     ),
-    ("quantize net.onnx int8 --plan-for ort -o o.onnx", "is the name of a model"),
+    ("quantize net.onnx int8 --plan-for ort -o o.onnx", "has the extension of a model"),
     (
         "quantize net.onnx --plan-for ort -o o.json",
         "give a plan (.yaml or .json), a precision (int8, ",
@@ -512,7 +512,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("quantize net.onnx int8", "give the file to write with -o, or --dry-run"),
     (
         "quantize net.onnx int8 -o net.onnx",
-        "net.onnx: is read by this command; name another file to write",
+        "net.onnx: is an input of this command; name another file to write",
     ),
     ("quantize untagged.onnx int8 -o o.onnx", UNTAGGED),
     ("place untagged.onnx --rule .=cpu -o o.onnx", UNTAGGED),
@@ -605,7 +605,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "steps.yaml: line 1: step 1: there is no step 'nosuch'; there are",
     ),
     ("pipeline key.yaml -m net.onnx -o o.onnx", "there is no key 'step'"),
-    ("pipeline twice.yaml -m net.onnx -o o.onnx", "'level' stands there twice"),
+    ("pipeline twice.yaml -m net.onnx -o o.onnx", "the key 'level' is repeated"),
     ("pipeline bad.json -m net.onnx -o o.onnx", "is not YAML"),
     (
         "search net.onnx --choices int8 --objective nosuch",
@@ -646,7 +646,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         "rename net.onnx -o empty/o.onnx --share-weights",
-        "they lie in another folder; write into that folder, or copy",
+        "they are in another folder; write the model into that folder, or copy",
     ),
     (
         "partition net.onnx layer.7 -o stages",

@@ -254,7 +254,7 @@ def test_a_file_with_maps_is_valid_and_cannot_be_read(typed, tmp_path, monkeypat
     assert main(typed.split()) == 2
     message = capsys.readouterr().err
     assert message.startswith(
-        "htp-export: error: zip.onnx: 'prob' is a map, a type of ONNX that htp_export cannot read"
+        "htp-export: error: zip.onnx: 'prob' is a map, an ONNX type that htp_export cannot read"
     )
     assert "options={'zipmap': False}" in message
     assert "valid" not in message

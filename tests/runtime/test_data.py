@@ -161,7 +161,7 @@ def test_a_folder_without_arrays_and_pickles_are_refused():
     np.savez("pickled.npz", x=np.array([{}, None], dtype=object))
     for name, problem in {
         "empty": "is a folder without .npz files",
-        "pickled.npz": "is no .npz file of plain",
+        "pickled.npz": "is not an .npz file of plain",
     }.items():
         with pytest.raises(FileError, match=f"{name}: {problem}"):
             check_runs(name)

@@ -222,7 +222,7 @@ def test_a_header_of_an_array_is_believed_in_nothing(tmp_path, name):
     npz(tmp_path / "x.npz", header(), LIES[name])
     tracemalloc.start()
     try:
-        with pytest.raises(FileError, match=r"x\.npz: is no \.npz file of plain arrays"):
+        with pytest.raises(FileError, match=r"x\.npz: is not an \.npz file of plain arrays"):
             NpzArrays(tmp_path / "x.npz")
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
@@ -239,7 +239,7 @@ def test_the_size_of_a_member_of_an_archive_is_not_believed_either(tmp_path):
     entry = content.index(b"PK\1\2") + 24
     size = int.from_bytes(content[entry : entry + 4], "little") - 8 + values
     file.write_bytes(content[:entry] + size.to_bytes(4, "little") + content[entry + 4 :])
-    with pytest.raises(FileError, match=r"is no \.npz file of plain arrays"):
+    with pytest.raises(FileError, match=r"is not an \.npz file of plain arrays"):
         NpzArrays(file)
 
 
@@ -255,7 +255,7 @@ def test_names_of_arrays_are_those_of_numpy_and_each_is_there_once(tmp_path):
             values = original.read("a.npy")
         archive.writestr("a.npy", values)
         archive.writestr("a", values)
-    with pytest.raises(FileError, match=r"is no \.npz file of plain arrays"):
+    with pytest.raises(FileError, match=r"is not an \.npz file of plain arrays"):
         NpzArrays(tmp_path / "y.npz")
 
 
@@ -272,7 +272,7 @@ def test_a_file_whose_values_are_cut_off_is_refused_when_they_are_used(tmp_path)
     content = bytearray((tmp_path / "x.npz").read_bytes())
     content[500] ^= 255
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(FileError, match=r"x\.npz: is no \.npz file of plain arrays"):
+    with pytest.raises(FileError, match=r"x\.npz: is not an \.npz file of plain arrays"):
         NpzArrays(tmp_path / "x.npz")["x"]
 
 
