@@ -279,7 +279,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         "cost net.onnx --shapes deep.json",
-        "deep.json: is not JSON: more than 300 lists and objects are inside one another",
+        "deep.json: is not JSON: lists and objects are nested more than 300 levels deep",
     ),
     (
         "profile open.onnx --shapes large.json",
@@ -294,7 +294,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     (f"partition net.onnx {DIGITS} -o stages", "no module '999"),
     (f"quantize net.onnx --rule .=int4:block_size={DIGITS} -o o.onnx", "block_size"),
     (["tree", "net.onnx", "--select", f"re:a{{{DIGITS}}}"], "digits"),
-    ("tree net.onnx --select re:(layer).\\1", "the regular expression has groupref"),
+    ("tree net.onnx --select re:(layer).\\1", "the regular expression contains groupref"),
     ("tree net.onnx --dims batch=x", "--dims batch=x: write name=size"),
     # names
     (
@@ -304,7 +304,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tap net.onnx layer.0:out[7] -o o.onnx", "module 'layer.0' has no such output; it has: 0"),
     (
         "tap net.onnx layer.0 -o o.onnx",
-        "selector 'layer.0': says no side; write 'layer.0:in' or 'layer.0:out'",
+        "selector 'layer.0': has no side; write 'layer.0:in' or 'layer.0:out'",
     ),
     (
         "steer net.onnx layer.0:in[nosuch] -o o.onnx",
