@@ -229,7 +229,7 @@ class _Sums:
     def _cosine(self) -> float:
         lengths = (self._one * self._other) ** 0.5
         if lengths:
-            cosine = self._dot / lengths
+            cosine = float(self._dot / lengths)
             return min(1.0, cosine) if not math.isnan(cosine) else cosine
         both_are_zero = not (self._one or self._other)
         return 1.0 if both_are_zero else _NAN

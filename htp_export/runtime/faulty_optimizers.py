@@ -115,8 +115,8 @@ def _is_at_risk(transpose: ir.Node) -> bool:
         if value is not None and value.dtype == ir.DataType.FLOAT16:
             return True  # ONNX Runtime inserts a Cast
     for output in transpose.outputs:
-        for consumer in output.consumers():
-            if consumer.op_type == "Cast" and not _is_cast_to_half(consumer):
+        for use in output.uses():
+            if use.node.op_type == "Cast" and not _is_cast_to_half(use.node):
                 return True
     return False
 

@@ -87,7 +87,9 @@ class Decoder:
                     "task text-generation-with-past"
                 )
         if cache_inputs.keys() != cache_outputs.keys():
-            raise InputError("the cache inputs and the cache outputs of the model have other layers")
+            raise InputError(
+                "the cache inputs and the cache outputs of the model have other layers"
+            )
         known = {_IDS, _MASK, _POSITIONS, *cache_inputs.values()}
         for name in inputs:
             if name not in known:

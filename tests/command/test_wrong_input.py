@@ -231,7 +231,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("compare net.onnx net.onnx --data name.npz", "no input 'foo' in this model, only 'x'"),
     (
         "compare net.onnx net.onnx --data shape.npz",
-        "input 'x': is float [2, 3], and the model wants float [16, 16]",
+        "input 'x': is float [2, 3], but the model requires float [16, 16]",
     ),
     (
         "compare net.onnx net.onnx --data pickled.npz",
@@ -270,7 +270,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "this model has no open dimensions, and so none named 'batch'",
     ),
     *(
-        (f"{command} --shapes rank.json", "input 'x': a shape of 70 dimensions; numpy has at")
+        (f"{command} --shapes rank.json", "input 'x': a shape of 70 dimensions; numpy supports at")
         for command in TAKE_INPUTS
     ),
     *(
@@ -283,7 +283,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         "profile open.onnx --shapes large.json",
-        "[1099511627776, 16] are more than 1,073,741,824 elements",
+        "[1099511627776, 16] has more than 1,073,741,824 elements",
     ),
     ("quantize net.onnx digits.yaml -o o.onnx", "digits.yaml: is not YAML"),
     (
@@ -428,15 +428,15 @@ WRONG: list[tuple[str | list[str], str]] = [
     # data
     (
         "compare net.onnx net.onnx --data many",
-        "compare takes one run, and --data has several; give one .npz file, or",
+        "compare takes one run, but --data has several; give one .npz file, or",
     ),
     (
         "profile net.onnx --data {module}:runs",
-        "profile takes one run, and --data has several; give one .npz file, or",
+        "profile takes one run, but --data has several; give one .npz file, or",
     ),
     (
         "carry net.onnx net.onnx -o o.onnx --data many",
-        "carry takes one run, and --data has several",
+        "carry takes one run, but --data has several",
     ),
     (
         "quantize net.onnx int8 -o o.onnx --data name.npz",
@@ -444,7 +444,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         "sensitivity net.onnx --data shape.npz",
-        "shape.npz: input 'x': is float [2, 3], and the model wants float [16, 16]",
+        "shape.npz: input 'x': is float [2, 3], but the model requires float [16, 16]",
     ),
     (
         "compare net.onnx net.onnx --data empty",
@@ -453,15 +453,15 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("compare net.onnx net.onnx --data list.json", "list.json: is not an .npz file of plain arrays"),
     (
         "compare net.onnx net.onnx --data many --shapes ok.json",
-        "--shapes are those of random inputs, and --data have",
+        "--shapes is for random inputs; give either --shapes or --data",
     ),
     (
         "profile net.onnx --data {module}:gives_nothing",
-        "{module}:gives_nothing: returns NoneType, and data are arrays",
+        "{module}:gives_nothing: returns NoneType, but data must be arrays",
     ),
     (
         "profile net.onnx --data {module}:array",
-        "{module}:array: returns ndarray, and data are arrays by input name",
+        "{module}:array: returns ndarray, but data must be arrays by input name",
     ),
     (
         "profile net.onnx --data {module}:nosuch",
@@ -694,7 +694,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("quantize net.onnx folder.onnx -o o.onnx", "folder.onnx: is a folder; name a file in it"),
     (
         "profile net.onnx --data made",
-        "made: there is no such file or folder; data are arrays by input name, several",
+        "made: there is no such file or folder; data must be arrays by input name, several",
     ),
     ("rename net.onnx -o net", "net: has no extension; name the file net.onnx\n"),
     (

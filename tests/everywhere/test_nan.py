@@ -72,7 +72,7 @@ def test_a_metric_without_a_number_is_refused(file):
         return NAN
 
     with pytest.raises(
-        InputError, match="the metric returned nan: the outputs that it was given have none"
+        InputError, match="the metric returned nan: the outputs contain no NaN"
     ):
         htp_export.sensitivity(file, ["int8"], data=example(), metric=metric)
     pytest.importorskip("optuna")
