@@ -62,7 +62,7 @@ _PLAIN = (str, bool, int, float, list, tuple, dict)
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether plain data has the type of a parameter; True for other objects, and for types that are not plain."""
+    """Return whether plain data has the type of a parameter; True for other objects and other types."""
     if not isinstance(value, _PLAIN) or kind is None or isinstance(kind, str):
         return True
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -119,10 +119,12 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
             arguments = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # Python's own error names the function
-        wrong: list[str] = []
-        for name, value in arguments.items():
-            if not _suits(value, signature.parameters[name], function):
-                wrong.append(name)
+        parameters = signature.parameters
+        wrong = [
+            name
+            for name, value in arguments.items()
+            if not _suits(value, parameters[name], function)
+        ]
         if wrong:
             raise TypeError(_problem(function, signature, arguments, wrong))
         return function(*args, **kwargs)

@@ -136,12 +136,11 @@ def enter(
 ) -> None:
     """Enter a context manager, and exit it when the changes are reverted; ``of_thread`` as in `Changes.will_undo`."""
     entered: list[bool] = []
-
-    def leave() -> None:
-        if entered and entered.pop():
-            context.__exit__(None, None, None)
-
-    changes.will_undo(leave, of_thread=of_thread)
+    # one expression: between two lines, an interrupt could occur
+    changes.will_undo(
+        lambda: context.__exit__(None, None, None) if entered and entered.pop() else None,
+        of_thread=of_thread,
+    )
     context.__enter__()
     entered.append(True)
 

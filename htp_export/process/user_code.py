@@ -117,8 +117,8 @@ def iterated(items: Iterable[_T], name: str) -> Iterator[_T]:
 
 def _place(error: BaseException) -> str:
     """Return the last line of user code that ran, for a message; that of a library if there is none."""
-    last = None
-    last_of_user = None
+    last: traceback.FrameSummary | None = None
+    last_of_user: traceback.FrameSummary | None = None
     for frame in traceback.extract_tb(error.__traceback__):
         if _is_below(frame.filename, (_OWN,)):
             continue
