@@ -258,6 +258,8 @@ def _parameters(
             continue
         groups[parameter.name] = kind  # type: ignore[assignment] # a dataclass, not an instance of one
         field_types = get_type_hints(kind, include_extras=True)
-        for field in dataclasses.fields(kind):
-            parameters.append(_declared(field.name, field_types[field.name], field.default))
+        parameters += [
+            _declared(field.name, field_types[field.name], field.default)
+            for field in dataclasses.fields(kind)
+        ]
     return parameters, groups

@@ -125,7 +125,7 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.filename or 'the output cannot be written'}: {error.strerror}", 2
     if isinstance(error, MemoryError):
-        return "not enough memory", 1
+        return "there is not enough memory", 1
     versions = f"htp_export {__version__}, Python {platform.python_version()}"
     advice = "" if debug else "; run the command with --debug, and report what it prints"
     return f"this is a bug in htp_export ({versions}): {described(error)}{advice}", _INTERNAL_ERROR

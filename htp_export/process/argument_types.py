@@ -75,8 +75,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is collections.abc.Mapping:
         return isinstance(value, dict) and _fits_items(value, inner)
     if origin is tuple:
-        is_list = isinstance(value, list | tuple)
-        return is_list and len(value) == len(inner) and all(map(_fits, value, inner))
+        if not isinstance(value, list | tuple) or len(value) != len(inner):
+            return False
+        return all(map(_fits, value, inner))
     if origin in (collections.abc.Sequence, collections.abc.Iterable):
         return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
     return True

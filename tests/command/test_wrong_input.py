@@ -227,7 +227,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("optimize net.onnx -o folder.onnx/o.onnx --share-weights", "cannot share the weights in"),
     # values and sizes
     *((f"{command} --data none.npz", "none.npz: contains no arrays") for command in TAKE_INPUTS),
-    *((f"{command} --shapes none.json", "none.json: holds no shapes") for command in TAKE_INPUTS),
+    *((f"{command} --shapes none.json", "none.json: contains no shapes") for command in TAKE_INPUTS),
     ("compare net.onnx net.onnx --data name.npz", "no input 'foo' in this model, only 'x'"),
     (
         "compare net.onnx net.onnx --data shape.npz",
@@ -249,15 +249,15 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("cost net.onnx --shapes bad.json", "bad.json: is not JSON"),
     (
         "cost net.onnx --shapes list.json",
-        'list.json: is no JSON object such as {"input_ids": [2, 16]}',
+        'list.json: is not a JSON object such as {"input_ids": [2, 16]}',
     ),
     (
         "cost net.onnx --shapes negative.json",
-        "negative.json: the shape of 'x' is no list of whole numbers: [-1, 2]",
+        "negative.json: the shape of 'x' is not a list of whole numbers: [-1, 2]",
     ),
     (
         "cost net.onnx --shapes text.json",
-        "text.json: the shape of 'x' is no list of whole numbers: 'a'",
+        "text.json: the shape of 'x' is not a list of whole numbers: 'a'",
     ),
     ("cost net.onnx --data nowhere.npz", "nowhere.npz: cannot be read: No such file or directory"),
     ("cost net.onnx --dims batch", "--dims batch: write name=size"),
@@ -411,7 +411,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("export --entry {module}:nosuch -o o.onnx", "has no function 'nosuch'"),
     ("export --entry {module}:fails -o o.onnx", "raised RuntimeError: the weights are elsewhere"),
     ("export --entry {module}:gives_nothing -o o.onnx", "must return (model, example inputs)"),
-    ("export --entry {module} -o o.onnx", "an entry is package.module:factory"),
+    ("export --entry {module} -o o.onnx", "an entry must be package.module:factory"),
     (
         "export {module}:number -o o.onnx",
         "{module}:number: a factory is named with --entry {module}:number",
@@ -422,7 +422,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         f"{BERT} --shapes name.npz -o o.onnx",
-        "name.npz: holds values: --shapes is for a JSON file of shapes",
+        "name.npz: contains values: --shapes is for a JSON file of shapes",
     ),
     ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is not a text file"),
     # data
