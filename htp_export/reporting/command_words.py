@@ -27,7 +27,9 @@ _COMMANDS = {
     "give dims (": "give --dims (",
     ") or data": ") or --data",
     "give shapes or data": "give --shapes or --data",
-    "shapes are for random inputs; give either shapes or data": "--shapes is for random inputs; give either --shapes or --data",
+    "shapes are for random inputs; give either shapes or data": (
+        "--shapes is for random inputs; give either --shapes or --data"
+    ),
     "passes=[...]": "--passes",
     "view(..., explorer=True)": "--explorer",
     "but dims has": "but --dims has",

@@ -2,9 +2,9 @@
 
 import onnx
 import pytest
-from tests.files.test_lazy_tensor import SIDE, everywhere
 
 from htp_export.files.protobuf_bytes import SerializedModel, Weight
+from tests.files.test_lazy_tensor import SIDE, everywhere
 
 
 def small_model(large: bool = False) -> onnx.ModelProto:

@@ -129,7 +129,7 @@ def test_random_inputs_have_the_sizes_that_are_given_and_data_must_have_them():
         (
             [run(0), {"x": np.ones((2, 4), np.float32)}],
             InputError,
-            "data, run 1: input 'x': is float .2, 4., and the",
+            "data, run 1: input 'x': is float .2, 4., but the",
         ),
         (
             {"x": np.ones((2, 3))},
