@@ -43,7 +43,7 @@ def report(
 
 @dataclass(frozen=True)
 class Writes:
-    """Marks an option that names what a command writes; such a command also has ``--force``.
+    """Marks an option as the output of a command; such a command also has ``--force``.
 
     Attributes:
         kind: What is written there, which is checked before the command runs; None if the command

@@ -76,10 +76,7 @@ def plan_data(
     external = [slot for slot in movable if slot.external]
     large = [slot for slot in movable if _is_large_initializer(slot)]
     free = external_data in (None, True)
-    if free:
-        data = _free_name(target, serial=serial)
-    else:
-        data = target.with_name(str(external_data))
+    data = _free_name(target, serial=serial) if free else target.with_name(str(external_data))
     if external_data is not None:
         return DataPlan(target, data, free, [*external, *large], [], set())
     if _total_bytes(large) <= most_inside:
@@ -93,12 +90,11 @@ def plan_data(
     owned = {usual}
     if names and not share:
         owned.update(own())
-    can_stay = all(
-        name is not None and (share or files[path] in owned) for path, name in names.items()
-    )
     # large weights would be written over the external ones that are read from there
     overwrites_source = bool(large) and usual in files.values()
-    if not can_stay or overwrites_source:
+    is_in_another_folder = None in names.values()
+    is_of_another_model = not share and not owned.issuperset(files.values())
+    if overwrites_source or is_in_another_folder or is_of_another_model:
         return DataPlan(target, data, free, [*external, *large], [], set())
     shared = {name for path, name in names.items() if name and files[path] not in owned}
     staying = [(slot, names[slot.path] or "") for slot in external]

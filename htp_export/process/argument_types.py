@@ -61,6 +61,7 @@ def _type_text(kind: Any) -> str:
 _PLAIN = (str, bool, int, float, list, tuple, dict)
 
 
+# One case for each kind of type, without nesting.
 def _fits(value: Any, kind: Any) -> bool:
     """Return whether plain data has the type of a parameter; True for other objects and other types."""
     if not isinstance(value, _PLAIN) or kind is None or isinstance(kind, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,13 +62,7 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
         [('input.1', 'input_ids'), ('mask.3', 'attention_mask')]
     """
     pairs = {name: name for name in ours if name in theirs}
-    scores: dict[tuple[str, str], float] = {}
-    for mine in ours:
-        for other in theirs:
-            if mine in pairs or other in pairs or not _same_rank(ours[mine], theirs[other]):
-                continue
-            if _numbers(mine) == _numbers(other) or not _numbers(other):
-                scores[mine, other] = _similarity(mine, other)
+    scores = _similarities(ours, theirs, pairs)
 
     def is_open(pair: tuple[str, str]) -> bool:
         return pair[0] not in pairs and pair[1] not in pairs.values()
@@ -92,6 +86,20 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
     ):
         pairs.update(zip(rest, their_rest, strict=True))
     return pairs
+
+
+def _similarities(
+    ours: Mapping[str, int | None], theirs: Mapping[str, int | None], paired: Container[str]
+) -> dict[tuple[str, str], float]:
+    """Return the similarity of each pair of names that are not paired, and that may be the same input."""
+    scores: dict[tuple[str, str], float] = {}
+    for mine, rank in ours.items():
+        for other, other_rank in theirs.items():
+            if mine in paired or other in paired or not _same_rank(rank, other_rank):
+                continue
+            if _numbers(mine) == _numbers(other) or not _numbers(other):
+                scores[mine, other] = _similarity(mine, other)
+    return scores
 
 
 def _similarity(name: str, other: str) -> float:

@@ -219,11 +219,7 @@ def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
     run_events = [event for event in events if event.get("name") == "model_run"]
     windows = [(event["ts"], event["ts"] + event["dur"]) for event in run_events[-runs:]]
     first = windows[0][0] if windows else 0
-    late = [event for event in events if event.get("ts", first) >= first]
-    kernels: list[_Kernel] = []
-    for event in _nested(late):
-        kernels += event.kernels()
-    kernels.sort(key=lambda kernel: kernel.start)
+    kernels = _kernels_by_start([event for event in events if event.get("ts", first) >= first])
     providers = {kernel.key.provider for kernel in kernels}
     measured = {kernel.key.provider for kernel in kernels if kernel.on_device}
     launches_only = not providers.isdisjoint(QUEUED - measured)
@@ -242,6 +238,14 @@ def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
             launches[key] += 1
     timing = "launches" if launches_only else "kernels"
     return Trace(len(windows), dict(times), dict(launches), timing)
+
+
+def _kernels_by_start(events: Sequence[Mapping[str, Any]]) -> list[_Kernel]:
+    kernels: list[_Kernel] = []
+    for event in _nested(events):
+        kernels += event.kernels()
+    kernels.sort(key=lambda kernel: kernel.start)
+    return kernels
 
 
 def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:

@@ -167,7 +167,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 NOT_ONNX = "{0}: not an ONNX model"
 MISSING = "gone.data: is missing: it contains weights of missing.onnx"
-SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx take 2,048"
+SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx need 2,048"
 BERT = "export bert --random-weights --set num_hidden_layers=1 --set hidden_size=16 --set num_attention_heads=2"
 TAKE_INPUTS = ("carry net.onnx net.onnx -o o.onnx", "compare net.onnx net.onnx", "profile net.onnx", "cost net.onnx",
                "tree net.onnx")  # fmt: skip
@@ -373,7 +373,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "nowhere/o.onnx: cannot be written: its folder does not exist: nowhere",
     ),
     ("partition net.onnx 2 -o net.onnx", "net.onnx: is a file; name a folder for a partition"),
-    ("partition net.onnx 2 -o .", "which is not of a partition; name an empty or a new folder"),
+    ("partition net.onnx 2 -o .", "which does not belong to a partition; name an empty or a new folder"),
     ("optimize net.onnx", "give a file, and with -o the file to write"),
     ("view net.onnx --cost nowhere.json -o p.html", "error: nowhere.json: cannot be read"),
     ("view net.onnx --cost modules.json -o p.html", "modules.json: "),
@@ -629,7 +629,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "nowhere/study.log: its folder does not exist",
     ),
     ("search net.onnx --choices int8 --storage nosql://x", "storage 'nosql://x' cannot be opened"),
-    ("search net.onnx --choices int8 -o .", "which is not of a search"),
+    ("search net.onnx --choices int8 -o .", "which does not belong to a search"),
     ("lora insert net.onnx nosuch -o o.onnx", "selector 'nosuch': matches no module"),
     (
         "lora insert net.onnx dropout -o o.onnx",
