@@ -405,8 +405,8 @@ def test_old_files_are_guessed_and_say_so(exporter, files, caplog):
     assert caplog.messages == [
         "the file does not record in which calls of module 'block' these ran: 'block.fc'; each is assumed to have run "
         "equally often in every call. A new export of the model records it (htp.callers)",
-        "the file does not record in which calls of module 'block' these ran: 'block.extra'; their nodes are in no call "
-        "of it. A new export of the model records it (htp.callers)",
+        "the file does not record in which calls of module 'block' these ran: 'block.extra'; their nodes are in no "
+        "call of it. A new export of the model records it (htp.callers)",
     ]
 
 
