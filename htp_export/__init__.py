@@ -1,4 +1,4 @@
-"""ONNX files that keep the module hierarchy of the PyTorch model they came from.
+"""ONNX files that keep the module hierarchy of their PyTorch model.
 
 Examples:
     >>> import torch, htp_export
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from htp_export.discovery import imported_when_used
 from htp_export.version import __version__ as __version__
 
-if TYPE_CHECKING:  # `__getattr__` finds them here
+if TYPE_CHECKING:  # `__getattr__` reads these imports
     from htp_export.alignment.origin_map import embed_map
     from htp_export.attention.decomposing import decomposed_attention
     from htp_export.capabilities.attention_report.attention_reporting import attention_report
@@ -67,7 +67,7 @@ __all__ = [
 ]  # fmt: skip
 
 _SUBPACKAGES = ("errors", "huggingface", "lora", "passes", "results", "tools")
-"""What the documentation names beside functions and classes, ``htp_export.tools.onnxslim``."""
+"""Public modules, such as ``htp_export.tools``, which are imported when they are first used."""
 
 __getattr__ = imported_when_used(__name__, __file__, _SUBPACKAGES)
 

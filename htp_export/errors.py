@@ -1,25 +1,28 @@
-"""Errors of htp_export, as a tree; each carries the file, module or node at fault.
+"""Errors of htp_export, as a tree; each contains the file, module or node at fault.
 
-    HtpExportError ├── InputError               what the caller gave cannot be used (the command
-    line exits with status 2) │   ├── FileError            a file is missing, unreadable, not ONNX,
-    or cannot be written │   ├── UnknownModuleError   a module path that the model does not have │
-    ├── SelectorError        a selector that cannot be read, or that matches nothing │   ├──
-    UntaggedModelError   the work needs tags, and the file has none │   ├── ModelSourceError     a
-    model cannot be made from what was named (hub id, folder, type, entry) │   ├──
-    OpenDimensionError   sizes of open dimensions are missing, or are given for dimensions that
-    there are not │   ├── UserCodeError        code of the caller raised: a metric, a factory, an
-    iterator over data │   └── OnnxRuntimeError     ONNX Runtime cannot load or run a model ├──
-    PassError                a pass of `optimize` failed; names the passes that ran before it ├──
-    StepError                a step of `pipeline` failed; names the file that the steps before it
-    made ├── ToolError                a tool of `htp_export.tools` failed, or wrote a model that is
-    not valid ├── ResultError              what a function made is not valid ONNX; a fault of its
-    own, nothing was written ├── CaptureError             htp_export could not follow an export; a
-    fault of its own, not of the model └── TorchChangedError        a private part of torch that
-    htp_export relies on is gone, or is another now
+::
 
-A failed export is not in the tree: it raises torch's own error, with a note that says which module
-was running. ``tagging(strict=False)`` turns the last two into an `UntaggedExportWarning`, and the
-export goes on without tags.
+    HtpExportError
+    ├── InputError               an argument is invalid (exit status 2 of the command line)
+    │   ├── FileError            a file is missing, unreadable, invalid, or cannot be written
+    │   ├── UnknownModuleError   the model has no module with this path
+    │   ├── SelectorError        a selector is invalid, or matches nothing
+    │   ├── RuleError            a rule of a plan cannot be applied
+    │   ├── UntaggedModelError   the function requires tags, and the file has none
+    │   ├── ModelSourceError     a model cannot be created (hub id, folder, type, entry point)
+    │   ├── OpenDimensionError   sizes of open dimensions are missing, or no such dimension exists
+    │   ├── UserCodeError        user code raised an error: a metric, a factory, an iterator
+    │   └── OnnxRuntimeError     ONNX Runtime cannot load or run a model
+    ├── PassError                a pass of `optimize` failed; names the passes that ran before
+    ├── StepError                a step of `pipeline` failed; names its input file
+    ├── ToolError                a tool of `htp_export.tools` failed, or wrote an invalid model
+    ├── ResultError              the result is not valid ONNX, and is not written; a bug
+    ├── CaptureError             htp_export could not follow an export; a bug of htp_export
+    └── TorchChangedError        a private part of torch that htp_export needs has changed
+
+A failed export is not in the tree: it raises torch's own error, with a note about the module that
+was running. ``tagging(strict=False)`` turns the last two errors into an `UntaggedExportWarning`,
+and the model is exported without tags.
 """
 
 from __future__ import annotations
@@ -55,12 +58,12 @@ __all__ = [
 ]
 
 
-# of an object, as Python's default ``repr`` has it
+# the address of an object in Python's default ``repr``
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
 
 
 def without_addresses(text: str) -> str:
-    """A message without addresses of objects, which differ in each run and help nobody.
+    """Remove addresses of objects, which differ in each run, from a message.
 
     Examples:
         >>> without_addresses("<onnx_ir.passes.PassManager object at 0x7f26e6886c50> failed at 0x10")
@@ -69,13 +72,15 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
-_LONG_WORD = re.compile(r"\S{401,}")  # a name, or a value: a path that is typed is shorter
-_KEPT_OF_WORD = 250, 100  # characters of its begin and its end
-_KEPT = 2_500, 1_000  # of a message: it begins with the file at fault, and ends with the advice
+_LONG_WORD = re.compile(
+    r"\S{401,}"
+)  # a name or value in a file: paths that people type are shorter
+_KEPT_OF_WORD = 250, 100  # characters at its start and its end: enough to recognize it
+_KEPT = 2_500, 1_000  # characters of a message: it starts with the file, and ends with the advice
 
 
 def shortened(text: str) -> str:
-    """A message in which names and values of files are cut in their middle: a file may have names of megabytes.
+    """Shorten the long names and values in a message in their middle: a file may contain names of megabytes.
 
     Examples:
         >>> shortened(f"net.onnx: no module {'x' * 5_000_000!r}; give another")[:60]
@@ -83,8 +88,10 @@ def shortened(text: str) -> str:
         >>> len(shortened(f"net.onnx: no module {'x' * 5_000_000!r}; give another"))
         413
     """
-    cut = _LONG_WORD.sub(lambda match: _without_middle(match[0], *_KEPT_OF_WORD), text)
-    return _without_middle(cut, *_KEPT) if len(cut) > sum(_KEPT) else cut
+    short = _LONG_WORD.sub(lambda match: _without_middle(match[0], *_KEPT_OF_WORD), text)
+    if len(short) <= sum(_KEPT):
+        return short
+    return _without_middle(short, *_KEPT)
 
 
 def _without_middle(text: str, begin: int, end: int) -> str:
@@ -92,7 +99,7 @@ def _without_middle(text: str, begin: int, end: int) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    r"""The message of an error of another library, as part of a message of ours.
+    r"""Return the message of an error of another library in one line, for use in a message.
 
     Examples:
         >>> in_one_line(ValueError("no such size\n  in this tensor"))
@@ -102,52 +109,53 @@ def in_one_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException, lines: int = 1) -> str:
-    r"""The first lines of the message of an error that say something, in one line; its type if there is none.
+    r"""Return the first non-empty lines of the message of an error, in one line; its type if there are none.
 
-    Of errors that onnx_ir wraps level by level, it is the message of the innermost one; of an
-    import, of what failed.
+    For an error that onnx_ir or an import wraps, this is the message of the original error.
 
     Examples:
         >>> first_line(ValueError("\nno such size\n  in this tensor"))
         'no such size'
     """
-    said = [line.strip() for line in str(_innermost(error)).splitlines() if line.strip()]
-    return without_addresses(" ".join(said[:lines])) or type(_innermost(error)).__name__
+    original = _innermost(error)
+    text = [line.strip() for line in str(original).splitlines() if line.strip()]
+    return without_addresses(" ".join(text[:lines])) or type(original).__name__
 
 
-# onnx_ir says first, level by level, what it was doing: of its files, and of its passes.
+# onnx_ir raises an error at each level, for its files and its passes
 _OUTER = ("Error calling", "An error occurred when running the ")
 
 
 def _innermost(error: BaseException) -> BaseException:
-    if any(said in str(error) for said in _OUTER):
+    """Return the original error that onnx_ir or an import has wrapped."""
+    if any(phrase in str(error) for phrase in _OUTER):
         while deeper := error.__cause__ or error.__context__:
             error = deeper
-    # lazy imports name the object that they could not give
+    # the error of a lazy import names only the missing object
     while isinstance(error, ImportError) and error.__cause__:
         error = error.__cause__
     return error
 
 
 def described(error: BaseException, lines: int = 1) -> str:
-    r"""The type of an error, and the first lines of its message.
+    r"""Return the type of an error and the first lines of its message.
 
     Examples:
         >>> described(ValueError("no such size\n  in this tensor")), described(KeyError())
         ('ValueError: no such size', 'KeyError')
     """
-    name, said = type(_innermost(error)).__name__, first_line(error, lines)
-    return name if said == name else f"{name}: {said}"
+    name, message = type(_innermost(error)).__name__, first_line(error, lines)
+    return name if message == name else f"{name}: {message}"
 
 
-# characters: the time of a comparison grows with their square, and names may be of a file
+# characters: the time of a comparison grows with their square, and names in a file may be long
 _LONGEST_COMPARED = 200
 
 
 def nearest_names(
     name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5
 ) -> list[str]:
-    """The known names that an unknown one may have been meant for; none for a name that is too long to be typed.
+    """Return the known names that are similar to an unknown one; empty for a very long name.
 
     Examples:
         >>> nearest_names("encoder.layers.0", ["encoder.layer.0", "head"])
@@ -155,52 +163,47 @@ def nearest_names(
     """
     if len(name) > _LONGEST_COMPARED:
         return []
-    typed = [each for each in known if len(each) <= _LONGEST_COMPARED]
-    return difflib.get_close_matches(name, typed, n=count, cutoff=cutoff)
+    candidates = [candidate for candidate in known if len(candidate) <= _LONGEST_COMPARED]
+    return difflib.get_close_matches(name, candidates, n=count, cutoff=cutoff)
 
 
 class HtpExportError(Exception):
     """Base class of the errors that htp_export raises.
 
-    Messages have no addresses of objects, and of a name or value of megabytes its begin and its
-    end.
+    Messages contain no addresses of objects, and only the start and the end of very long names and
+    values.
     """
 
     def __init__(self, *args: object) -> None:
-        super().__init__(
-            *(
-                shortened(without_addresses(each)) if isinstance(each, str) else each
-                for each in args
-            )
-        )
+        super().__init__(*map(_readable, args))
+
+
+def _readable(argument: object) -> object:
+    return shortened(without_addresses(argument)) if isinstance(argument, str) else argument
 
 
 class InputError(HtpExportError):
-    """An argument cannot be used; nothing was written."""
+    """An argument is invalid; nothing was written."""
 
 
 class FileError(InputError):
-    """A file cannot be read or written; ``problem`` says why, and what to do."""
+    """A file cannot be read or written; ``problem`` is the reason and what to do."""
 
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
         name = os.fspath(path)
-        # names may hold line breaks
+        # names may contain line breaks
         super().__init__(f"{name if name.isprintable() else repr(name)}: {problem}")
         self.path = Path(path)
         self.problem = problem
 
     @classmethod
     def unreadable(cls, path: str | os.PathLike[str], error: OSError) -> FileError:
-        """The error for a file that the operating system does not open or read."""
-        is_folder = isinstance(error, IsADirectoryError) or (
-            isinstance(error, PermissionError) and Path(path).is_dir()
-        )
-        return cls(
-            path,
-            "is a folder; name a file in it"
-            if is_folder
-            else f"cannot be read: {error.strerror or error}",
-        )
+        """Create the error for a file that the operating system cannot open or read."""
+        # Windows raises a PermissionError for a folder
+        is_denied_folder = isinstance(error, PermissionError) and Path(path).is_dir()
+        if is_denied_folder or isinstance(error, IsADirectoryError):
+            return cls(path, "is a folder; name a file in it")
+        return cls(path, f"cannot be read: {error.strerror or error}")
 
 
 class TargetError(FileError, OSError):
@@ -208,7 +211,7 @@ class TargetError(FileError, OSError):
 
 
 class FolderTargetError(TargetError, IsADirectoryError):
-    """A folder is in the place of a file that is to be written."""
+    """The output is an existing folder, and not a file."""
 
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
         super().__init__(path, problem)
@@ -216,12 +219,12 @@ class FolderTargetError(TargetError, IsADirectoryError):
 
 
 class UnknownModuleError(InputError, KeyError):
-    """The model has no such module; the message has the nearest paths.
+    """The model has no such module; the message contains similar paths.
 
     Args:
         path: The module path.
         known: The module paths of the model, or of the result.
-        where: In what it was looked for.
+        where: A noun for the object that has no such module.
     """
 
     def __init__(self, path: str, known: Iterable[str], where: str = "model") -> None:
@@ -237,7 +240,7 @@ class UnknownModuleError(InputError, KeyError):
 
 
 class SelectorError(InputError):
-    """A selector cannot be read, or matches nothing; ``problem`` says why, and what to do."""
+    """A selector is invalid, or matches nothing; ``problem`` is the reason and what to do."""
 
     def __init__(self, pattern: str, problem: str) -> None:
         super().__init__(f"selector {pattern!r}: {problem}")
@@ -245,7 +248,7 @@ class SelectorError(InputError):
 
 
 class RuleError(InputError):
-    """A rule of a plan, with this selector, cannot be used; ``problem`` says why, and what to do."""
+    """The rule of a plan with this selector cannot be applied; ``problem`` is the reason and what to do."""
 
     def __init__(self, selector: str, problem: str) -> None:
         super().__init__(f"rule {selector!r}: {problem}")
@@ -254,7 +257,7 @@ class RuleError(InputError):
 
 
 class UntaggedModelError(InputError):
-    """The function needs module tags, and the model has none."""
+    """The function requires module tags, and the model has none."""
 
 
 class ModelSourceError(InputError):
@@ -266,7 +269,7 @@ class ModelSourceError(InputError):
 
 
 class UserCodeError(InputError):
-    """Code of the caller, ``what``, raised, which is the cause; the message has the line of it that ran last."""
+    """User code, ``what``, raised an error, which is the cause; the message contains its last line that ran."""
 
     def __init__(self, what: str, problem: str) -> None:
         super().__init__(f"{what}: {problem}")
@@ -280,7 +283,7 @@ class OnnxRuntimeError(InputError):
         model: Name of the model in the message.
         action: ``load`` or ``run``.
         problem: The message of ONNX Runtime.
-        node: Name of the node at fault; empty if ONNX Runtime names none.
+        node: Name of the node at fault; empty if it is unknown.
         modules: The modules that own the node, if they are known.
     """
 
@@ -299,7 +302,7 @@ class OpenDimensionError(InputError):
     Args:
         names: The dimensions at fault: names, ``x: 1`` for one without a name, ``x: all`` for a
             whole shape.
-        problem: What is wrong with them, and what to do.
+        problem: The reason and what to do.
     """
 
     def __init__(self, names: Iterable[str], problem: str) -> None:
@@ -329,14 +332,14 @@ class TorchChangedError(HtpExportError):
 
 
 class ResultError(HtpExportError):
-    """A model that is not valid ONNX was to be written; existing files are unchanged.
+    """A result is not valid ONNX, and was not written; existing files are unchanged.
 
     Args:
         path: The file.
-        problem: What onnx says against the model, with the node.
-        node: Name of the node at fault; empty if it is not known.
+        problem: The error that onnx reports for the model, with the node.
+        node: Name of the node at fault; empty if it is unknown.
         modules: The modules that own the node.
-        before: Another fault, of the model that it was made of; empty if that was valid.
+        before: An error of the source model; empty if that is valid.
     """
 
     def __init__(
@@ -348,17 +351,17 @@ class ResultError(HtpExportError):
         before: str = "",
     ) -> None:
         cause = (
-            "The model that it was made of did not have this fault; it is one of the work that was done on it. If that "
-            "was a function of htp_export, please report it"
+            "The source model does not have this error, so it is an error of the change. If a function of htp_export "
+            "changed the model, please report it"
         )
         if before:
-            cause = f"The model that it was made of is not valid either, and has to be mended first: {before}"
+            cause = f"The source model is not valid either, and must be corrected first: {before}"
         super().__init__(f"{path}: not written, because the model is not valid: {problem}. {cause}")
         self.path, self.problem, self.node, self.modules = Path(path), problem, node, tuple(modules)
 
 
 class PassError(HtpExportError):
-    """A pass failed, after those that ``ran``; the model is unchanged, and nothing was written."""
+    """A pass failed after the passes in ``ran``; the model is unchanged, and nothing was written."""
 
     def __init__(self, name: str, ran: Iterable[str], problem: Exception) -> None:
         self.ran = tuple(ran)
@@ -371,27 +374,27 @@ class PassError(HtpExportError):
 
 
 class StepError(HtpExportError):
-    """A step of a pipeline failed; the files of the steps before it stay.
+    """A step of a pipeline failed; the files of the earlier steps remain.
 
     Args:
-        number: Its place among the steps, from 1.
+        number: Its position among the steps, from 1.
         name: The step.
-        file: The file that it was given.
+        file: Its input file.
         problem: The error.
     """
 
     def __init__(self, number: int, name: str, file: str | Path, problem: Exception) -> None:
-        said = f"step {number} ({name}) failed on {file} ({described(problem)})"
-        super().__init__(f"{said}; run again, it goes on from there")
+        failure = f"step {number} ({name}) failed on {file} ({described(problem)})"
+        super().__init__(f"{failure}; run again to continue from there")
         self.number, self.name, self.file, self.problem = number, name, Path(file), problem
 
 
 class CaptureError(HtpExportError):
-    """htp_export failed at a step, ``seam``, of following an export: which module computes a node is not known."""
+    """htp_export failed in a step, ``seam``, of following an export, so that the modules of nodes are unknown."""
 
     def __init__(self, seam: str, problem: Exception) -> None:
         super().__init__(
-            f"htp_export failed while {seam} ({described(problem)}). This is a fault of htp_export, not of the model: "
+            f"htp_export failed while {seam} ({described(problem)}). This is a bug of htp_export, not of the model: "
             "please report it, with the traceback and the smallest model that shows it. To export the model without "
             "module tags meanwhile: htp_export.tagging(strict=False), or --allow-untagged on the command line"
         )
@@ -400,4 +403,4 @@ class CaptureError(HtpExportError):
 
 
 class UntaggedExportWarning(UserWarning):
-    """A model was exported without module tags, as ``tagging(strict=False)`` allows; the message has the reason."""
+    """A model was exported without module tags, as ``tagging(strict=False)`` allows; the message is the reason."""

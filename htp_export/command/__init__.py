@@ -1,1 +1,1 @@
-"""The toolkit of commands: options that several have, progress and messages, and the program itself."""
+"""The command line: its program, options of several commands, progress and messages."""

@@ -1,8 +1,7 @@
-"""``htp-export``: the commands, and what becomes of errors.
+"""The program ``htp-export``: its commands, and the exit status and message of errors.
 
-Exit status: 0; 1 where a check that was asked for fails or an export fails; 2 where the input
-cannot be used; 3 for a fault of htp_export itself; 130 where it was interrupted, 143 where SIGTERM
-ended it.
+Exit status: 0 for success; 1 if a requested check or an export fails; 2 for invalid input; 3 for a
+bug of htp_export; 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from htp_export.process.interrupts import Interrupts
 from htp_export.process.restoring import rare_collections
 from htp_export.version import __version__
 
-_INTERNAL_ERROR = 3  # the exit status; 1 is a check that failed, 2 wrong input
+_INTERNAL_ERROR = 3  # the exit status; 1 is a failed check, 2 is invalid input
 
 app = typer.Typer(
     name="htp-export",
@@ -57,11 +56,11 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Options that stand before a command; what they do is done when they are read."""
+    """Declare the options before a command; they take effect when they are parsed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, of ``sys.argv`` where no arguments are given; the exit status.
+    """Run the command line, by default that of ``sys.argv``, and return the exit status.
 
     Examples:
         >>> main(["tree", "nowhere.onnx"])
@@ -77,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(arguments: list[str]) -> int:
-    """Run a command, and say why it failed; the exit status."""
+    """Run a command, print the message of an error, and return the exit status."""
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     interrupts = Interrupts()
@@ -99,31 +98,30 @@ def _status(arguments: list[str]) -> int:
         message, code = _explained(error, debug)
         error_line(message)
         return code
-    if interrupts.seen:  # swallowed, and the command was done before it was raised again
+    if interrupts.seen:  # a library dropped the exception, and the command completed
         status = interrupts.status
-    if status == interrupts.status:  # typer itself may have caught it
+    if status == interrupts.status:  # typer may have caught the exception
         error_line(interrupts.described)
     return status if isinstance(status, int) else 0
 
 
 def _explained(error: Exception, debug: bool) -> tuple[str, int]:
-    """What an error says to the user, and the exit status."""
+    """Return the message of an error for the user, and the exit status."""
     if isinstance(error, InputError):
         return str(error), 2
     if isinstance(error, CheckFailed | HtpExportError):
         return str(error), 1
-    # Usage errors of typer, which comes with its own copy of click or uses the installed one, by
-    # its version.
-    shown = getattr(error, "format_message", None)
-    if shown is not None:
-        # so typer says it of a choice
-        message = " ".join(shown().split()).replace("Value error, ", "")
+    # usage errors of typer, which, depending on its version, has its own copy of click
+    format_message = getattr(error, "format_message", None)
+    if format_message is not None:
+        # the prefixes are typer's, for choices and for values
+        message = " ".join(format_message().split()).replace("Value error, ", "")
         message = message.removeprefix("Invalid value: ")
         example = getattr(getattr(getattr(error, "ctx", None), "command", None), "epilog", None)
         if message.startswith("Missing") and example:
             message = f"{message.rstrip('.')}; {example[0].lower()}{example[1:]}"
         return message, 2
-    # without a name it is a stream: stdout
+    # an error without a file name is one of a stream, stdout
     if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.filename or 'the output cannot be written'}: {error.strerror}", 2
     if isinstance(error, MemoryError):

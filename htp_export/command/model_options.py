@@ -1,4 +1,4 @@
-"""The options that name a model or a file, as several commands have them, and the model and inputs they lead to."""
+"""The options of several commands that name a model or a file, and the model and inputs that they create."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ class SourceCall:
     """A model and the arguments of one call of it.
 
     Attributes:
-        args: Its positional arguments; empty where all could be given by keyword.
+        args: Its positional arguments; empty if all arguments have keywords.
         kwargs: Its keyword arguments, in the order of ``forward``'s signature.
-        example: What the task says of the call: names, dynamic axes, and runs to verify; None
-            without a task; see `htp_export.huggingface.ExampleCall`.
-        checkpoint: The files of its weights, where the weights are read from them only when they
-            are used.
-        packed: The folder or file of its weights, where they are quantized already; the model has
-            them as floats.
+        example: The `htp_export.huggingface.ExampleCall` of the task: names, dynamic axes, and runs
+            to verify; None without a task.
+        checkpoint: The files of its weights, if weights are read only when they are used.
+        packed: The folder or file of its weights, if they are quantized; the model contains them as
+            floats.
     """
 
     model: nn.Module
@@ -53,24 +52,24 @@ class SourceCall:
 
     @property
     def named_inputs(self) -> dict[str, Any]:
-        """The tensors under the names that the file has for them."""
+        """The tensors by the names of the inputs of the file."""
         return self.inputs if self.example is None else dict(self.example.inputs)
 
     @property
     def runs(self) -> dict[str, dict[str, Any]]:
-        """Name → keyword arguments of each run that a check of the file makes; the name is empty if there is one."""
+        """Name → keyword arguments of each run to verify the file; the name is empty if there is only one run."""
         runs = {} if self.example is None else dict(self.example.runs)
         return runs if len(runs) > 1 else {"": self.kwargs}
 
     @contextlib.contextmanager
     def adapted(self) -> Iterator[None]:
-        """The model with the arguments and results of the file, for a ``with`` block."""
+        """Give the model the arguments and results of the file, for a ``with`` block."""
         with contextlib.nullcontext() if self.example is None else self.example.adapted():
             yield
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The tensors that are arguments by keyword."""
+        """The keyword arguments that are tensors."""
         import torch
 
         return {
@@ -79,17 +78,17 @@ class SourceCall:
 
 
 def call_entry(entry: str, seed: int = 0) -> SourceCall:
-    """What ``package.module:factory`` returns: a model, put in eval mode, and example inputs as a tuple or a dict."""
+    """Call ``package.module:factory``, which returns a model and example inputs as a tuple or a dict.
+
+    The model is set to eval mode.
+    """
     import torch
 
     from htp_export.exporter.capture.modules import set_eval_mode
 
     returned = call_factory(entry, seed)
-    if (
-        not isinstance(returned, tuple)
-        or len(returned) != 2
-        or not isinstance(returned[0], torch.nn.Module)
-    ):
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if not is_pair or not isinstance(returned[0], torch.nn.Module):
         raise ModelSourceError(entry, "must return (model, example inputs), the model an nn.Module")
     model, inputs = returned
     set_eval_mode(model)
@@ -97,18 +96,18 @@ def call_entry(entry: str, seed: int = 0) -> SourceCall:
         inputs = (inputs,)
     if not isinstance(inputs, (tuple, list, Mapping)):
         raise ModelSourceError(
-            entry, f"example inputs are a tuple or a dict, not {type(inputs).__name__}"
+            entry, f"example inputs must be a tuple or a dict, not {type(inputs).__name__}"
         )
     if isinstance(inputs, Mapping):
-        order = [name for name in inspect.signature(model.forward).parameters if name in inputs]
-        return SourceCall(
-            model, (), {name: inputs[name] for name in dict.fromkeys((*order, *inputs))}
-        )
+        parameters = inspect.signature(model.forward).parameters
+        in_order = [name for name in parameters if name in inputs]
+        names = dict.fromkeys((*in_order, *inputs))
+        return SourceCall(model, (), {name: inputs[name] for name in names})
     return _by_keyword(model, tuple(inputs))
 
 
 def _by_keyword(model: nn.Module, args: tuple[Any, ...]) -> SourceCall:
-    """Positional arguments by keyword, where the signature has names for all of them."""
+    """Return a call with keyword arguments, if the signature has names for all positional arguments."""
     named = [
         parameter.name
         for parameter in inspect.signature(model.forward).parameters.values()
@@ -120,7 +119,7 @@ def _by_keyword(model: nn.Module, args: tuple[Any, ...]) -> SourceCall:
 
 
 def parse_overrides(settings: Sequence[str]) -> dict[str, object]:
-    """``key=value`` as typed; values are JSON where they can be, else text.
+    """Parse ``key=value`` settings; a value is JSON if it can be parsed, and text otherwise.
 
     Examples:
         >>> parse_overrides(["num_hidden_layers=2", "hidden_act=relu", "depths=[1, 2]"])
@@ -128,17 +127,18 @@ def parse_overrides(settings: Sequence[str]) -> dict[str, object]:
     """
     overrides: dict[str, object] = {}
     for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key.strip():
+        key, equals, text = setting.partition("=")
+        key = key.strip()
+        if not equals or not key:
             raise InputError(f"--set {setting}: write key=value")
-        if key.strip() in overrides:
-            raise InputError(f"--set {setting}: {key.strip()} is set twice")
+        if key in overrides:
+            raise InputError(f"--set {setting}: {key} is set twice")
         try:
-            overrides[key.strip()] = parse_json(value, finite=False)
+            overrides[key] = parse_json(text, finite=False)
         except ValueError:
-            overrides[key.strip()] = value
-        if _WHOLE.fullmatch(value) and not isinstance(overrides[key.strip()], int):
-            raise InputError(f"--set {key.strip()}: a whole number of more than 64 bits")
+            overrides[key] = text
+        if _WHOLE.fullmatch(text) and not isinstance(overrides[key], int):
+            raise InputError(f"--set {key}: a whole number of more than 64 bits")
     return overrides
 
 
@@ -147,7 +147,7 @@ _WHOLE = re.compile(r"\s*-?[0-9]+\s*")
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, with which weights and inputs: the options of every command that loads a PyTorch model."""
+    """A PyTorch model, its weights and its inputs: the options of every command that loads one."""
 
     source: Annotated[
         str | None, typer.Argument(help="Hub id, local folder, or model type (bert).")
@@ -176,26 +176,26 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
-        """What the model is called in messages."""
+        """The name of the model in messages."""
         return str(self.source or self.entry)
 
     @property
     def random(self) -> bool:
-        """Whether the seed matters."""
+        """Whether the result depends on the seed."""
         return self.random_weights or self.entry is not None
 
     def check(self, stream_weights: bool = False) -> None:
-        """Refuse options that do not go together: two models or none, or options that a factory decides."""
+        """Refuse options that cannot be combined: two models, no model, or options that a factory decides."""
         if (self.source is None) == (self.entry is None):
             raise InputError("give one model: a SOURCE or --entry package.module:factory")
         if self.source is not None and re.fullmatch(r"[\w.]+:\w+", self.source):
             raise InputError(f"{self.source}: a factory is named with --entry {self.source}")
         if stream_weights and (self.entry is not None or self.random_weights):
             raise InputError("--stream-weights is for a SOURCE with weights in safetensors files")
-        ours = {**self._changes, "--shapes": self.shapes}
-        for name, value in ours.items():
-            if self.entry is not None and value:
-                raise InputError(f"{name} is for a SOURCE; with --entry, the factory decides")
+        if self.entry is not None:
+            for name, value in {**self._changes, "--shapes": self.shapes}.items():
+                if value:
+                    raise InputError(f"{name} is for a SOURCE; with --entry, the factory decides")
         if self.revision is not None and Path(str(self.source)).is_dir():
             raise InputError(f"--revision is for a hub id, and {self.source} is a folder")
 
@@ -213,10 +213,12 @@ class ModelOptions:
         }
 
     def check_file(self) -> None:
-        """Refuse options that choose or change a model, where SOURCE is an ONNX file."""
+        """Refuse options that choose or change a model, because SOURCE is an ONNX file."""
         for name, value in self._changes.items():
             if value:
-                raise InputError(f"{name} is for a model without a file; {self.source} is one")
+                raise InputError(
+                    f"{name} is for a model without a file, but {self.source} is an ONNX file"
+                )
 
     def call(
         self,
@@ -225,10 +227,10 @@ class ModelOptions:
         shapes: Mapping[str, Any] | None = None,
         stream_weights: bool = False,
     ) -> SourceCall:
-        """The model, and example inputs; ``batch`` is for where nothing else says it.
+        """Create the model and example inputs.
 
-        Shapes are those of inputs of a file. The model takes those that it has; ``--shapes`` go
-        before.
+        ``batch`` is the default batch size. ``shapes`` are those of the inputs of a file, of which
+        the inputs of the model are used; ``--shapes`` takes precedence.
         """
         self.check(stream_weights)
         if self.entry is not None:
@@ -241,9 +243,9 @@ class ModelOptions:
     def calls_by_task(
         self, *, cache_names: str = "optimum", stream_weights: bool = False, **settings: Any
     ) -> dict[str, SourceCall]:
-        """The files of the task, and the call that each is exported from; empty where no task is given or guessed.
+        """Return the files of the task, and the call for the export of each; empty without a task.
 
-        A task is guessed for folders and hub ids whose config names a class that generates. The
+        By default, folders and hub ids whose config names a generating class have a task. The
         settings are those of ``provides_named_models.calls_by_task``.
         """
         self.check(stream_weights)
@@ -258,14 +260,14 @@ class ModelOptions:
 
     @cached_property
     def has_task(self) -> bool:
-        """Whether a task is given, or guessed from the config of a folder or hub id."""
+        """Whether there is a task: an option, or one that follows from the config of a folder or hub id."""
         if self.task is not None or self.entry is not None:
             return self.entry is None
         return bool(provider("named_models").has_guessed_task(self))
 
     @property
     def overrides(self) -> dict[str, object]:
-        """What ``--set`` changes in the config."""
+        """The changes of the config by ``--set``."""
         return parse_overrides(self.settings or ())
 
 
@@ -274,7 +276,10 @@ _MODEL_NAME = r"(?=.{1,96}$)([\w.-]+/)?[\w.-]+"  # a hub id or a model type
 
 @dataclass(frozen=True)
 class Looked:
-    """A model to look at: a file, or the graph of a PyTorch model; ``facts`` of the JSON say which way that was got."""
+    """A model to inspect: a file, or the graph of a PyTorch model.
+
+    ``facts`` are entries of the JSON result that describe how the graph was captured.
+    """
 
     model: ModelSource
     name: str
@@ -288,7 +293,7 @@ class Looked:
 
 @dataclass(frozen=True)
 class LookOptions(ModelOptions):
-    """An ONNX file or a PyTorch model: the options of the commands that show what a model is like."""
+    """An ONNX file or a PyTorch model: the options of the commands that show properties of a model."""
 
     source: Annotated[
         str | None,
@@ -299,20 +304,20 @@ class LookOptions(ModelOptions):
 
     @property
     def is_file(self) -> bool:
-        """Whether an ONNX file is named: its name ends as those of ONNX files do, or it is no name of a model."""
+        """Whether the source is an ONNX file: by its extension, or because it cannot be the name of a model."""
         if self.entry is not None or self.source is None or self.random_weights:
             return False
         import onnx
 
         suffix = Path(self.source).suffix
-        if os.path.isfile(self.source):  # noqa: PTH113 - it raises on no name
+        if os.path.isfile(self.source):  # noqa: PTH113 - it accepts any string
             return True
         if onnx.serialization.registry.get_format_from_file_extension(suffix):
             return True
         return not (os.path.isdir(self.source) or re.fullmatch(_MODEL_NAME, self.source))  # noqa: PTH112 - as above
 
     def look(self, *, quiet: bool = False) -> Looked:
-        """The file, or a graph of the model; for that, stderr has which way it was got, and why no better one."""
+        """Return the file, or a graph of the model; how it was captured, and why not better, is printed to stderr."""
         if self.is_file:
             self.check_file()
             return Looked(Path(str(self.source)), str(self.source), {})
@@ -322,7 +327,7 @@ class LookOptions(ModelOptions):
             Steps(quiet=quiet).step(f"tracing {self.name}"),
             contextlib.redirect_stdout(sys.stderr),
         ):
-            # stdout has the result, and not what the model itself prints
+            # stdout is for the result, and not for output of the model itself
             inspected = provider("traced_models").traced(self.call())
         for line in str(inspected).splitlines():
             notice_line(line)
@@ -330,10 +335,9 @@ class LookOptions(ModelOptions):
 
 
 def names_file(given: Mapping[str, Any]) -> bool:
-    """Whether the values of `LookOptions` name an ONNX file."""
-    return LookOptions(
-        **{name: given[name] for name in ("source", "entry", "random_weights")}
-    ).is_file
+    """Return whether the values of `LookOptions` name an ONNX file."""
+    names = ("source", "entry", "random_weights")
+    return LookOptions(**{name: given[name] for name in names}).is_file
 
 
 FILE_IDLE = Idle(("seed",), names_file, "it is for a model without a file")

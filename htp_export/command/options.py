@@ -1,7 +1,7 @@
-"""Arguments and options that several commands have, in the same words, and which options have no effect.
+"""Arguments and options of several commands, and the check that each option has an effect.
 
-Options without effect are refused: given twice, empty, or beside others with which nothing reads
-them. A command says in ``IDLE`` when which of its options have none.
+An option is refused if it is repeated, empty, or without effect together with other options. A
+command declares the last case in ``IDLE``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Idle:
-    """Options, by the names of their parameters, that have no effect when the values of all parameters are such."""
+    """Options that have no effect under a condition on the values of all parameters.
+
+    ``options``: the names of their parameters; ``why`` is the reason for messages.
+    """
 
     options: tuple[str, ...]
     when: Callable[[Mapping[str, Any]], object]
@@ -51,47 +54,56 @@ _ALWAYS = (
 def check_options(
     parameters: Iterable[Any], typed: Sequence[Any], given: Mapping[str, Any], idle: Sequence[Idle]
 ) -> None:
-    """Refuse options without effect, of those that were typed, one entry each time, with the values that were given."""
+    """Refuse empty options and arguments, repeated options, and options without effect.
+
+    Args:
+        parameters: The parameters of the command.
+        typed: The parameter of each argument and option on the command line.
+        given: The value of each parameter.
+        idle: The conditions under which options of the command have no effect.
+    """
     options = {
         parameter.name: parameter
         for parameter in parameters
         if parameter.param_type_name == "option"
     }
-    times = Counter(parameter.name for parameter in typed)
-    for name, count in times.items():
-        option = options.get(name)
-        values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
-        if any(isinstance(value, str) and not value.strip(" ,") for value in values):
-            shown = f"{name.upper()} is empty: give a value"
-            raise InputError(
-                shown
-                if option is None
-                else f"{_shown(option, given)} is empty: give a value, or leave it out"
-            )
-        if option is None:
-            continue
-        switch = option.is_flag and not option.secondary_opts
-        if count > 1 and not option.multiple and not switch:
-            raise InputError(
-                f"{_shown(option, given)} is given {count} times, and one value counts: give it once"
-            )
-    for rule in (*(rule for rule in _ALWAYS if {*rule.options} & {*options}), *idle):
-        found = next(
-            (name for name in rule.options if name in times and given[name] not in (None, [], ())),
-            None,
-        )
-        if found is not None and rule.when(given):
-            shown = _shown(options[found], given) if found in options else found.upper()
+    counts = Counter(parameter.name for parameter in typed)
+    for name, count in counts.items():
+        _check_typed(name, count, options.get(name), given)
+    rules = [rule for rule in _ALWAYS if not options.keys().isdisjoint(rule.options)]
+    for rule in (*rules, *idle):
+        used = [name for name in rule.options if name in counts and _has_value(given[name])]
+        if used and rule.when(given):
+            name = used[0]
+            shown = _shown(options[name], given) if name in options else name.upper()
             raise InputError(f"{shown} has no effect: {rule.why}; leave it out")
 
 
+def _check_typed(name: str, count: int, option: Any, given: Mapping[str, Any]) -> None:
+    """Refuse an empty argument or option, and a repeated option; ``option`` is None for an argument."""
+    values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
+    if any(isinstance(value, str) and not value.strip(" ,") for value in values):
+        if option is None:
+            raise InputError(f"{name.upper()} is empty: give a value")
+        raise InputError(f"{_shown(option, given)} is empty: give a value, or leave it out")
+    if option is None or count == 1 or option.multiple:
+        return
+    is_switch = option.is_flag and not option.secondary_opts
+    if not is_switch:
+        raise InputError(
+            f"{_shown(option, given)} is given {count} times, but takes one value: give it once"
+        )
+
+
+def _has_value(value: Any) -> bool:
+    return value not in (None, [], ())
+
+
 def _shown(option: Any, given: Mapping[str, Any]) -> str:
-    """The option as it is typed; of a pair of switches the one that was."""
-    names = (
-        option.secondary_opts
-        if option.secondary_opts and given[option.name] is False
-        else option.opts
-    )
+    """Return the name of an option; for a pair of switches, that of the one that was typed."""
+    names = option.opts
+    if option.secondary_opts and given[option.name] is False:
+        names = option.secondary_opts
     return next((str(name) for name in names if name.startswith("--")), str(names[0]))
 
 
@@ -128,31 +140,34 @@ MapOption: TypeAlias = Annotated[
 
 
 def read_providers(typed: list[str] | None) -> list[str]:
-    """The full names of execution providers: ``cuda`` is short for ``CUDAExecutionProvider``."""
+    """Return the full names of execution providers: ``cuda`` is short for ``CUDAExecutionProvider``."""
     import onnxruntime
 
-    known: dict[str, str] = {
+    by_lower_case: dict[str, str] = {
         provider.lower(): provider for provider in onnxruntime.get_all_providers()
     }
-    named = {name: name.lower() for name in split_names(typed) or ["cpu"]}
-    return [
-        known.get(low) or known.get(f"{low}executionprovider", name) for name, low in named.items()
-    ]
+    providers: list[str] = []
+    for name in dict.fromkeys(split_names(typed) or ["cpu"]):
+        key = name.lower()
+        # an unknown name is refused when a session is created
+        full_name = by_lower_case.get(key) or by_lower_case.get(f"{key}executionprovider", name)
+        providers.append(full_name)
+    return providers
 
 
 def count_option(what: str, least: int = 1) -> Any:
-    """An option that is a number of runs."""
+    """Declare an option for a number of runs, with this help."""
     return typer.Option(min=least, max=MOST_RUNS, help=what)
 
 
 def seed_option(what: str) -> Any:
-    """The option ``--seed``, of a number that all random generators take."""
+    """Declare the option ``--seed``, for a number that all random generators accept, with this help."""
     return typer.Option(min=0, max=MOST_SEED - MOST_RUNS, help=what)
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Which modules a table shows, and how: the options of every command that prints one in all forms."""
+    """The options of a command that prints a table of modules: their selection, and the form of the table."""
 
     depth: DepthOption = None
     select: SelectOption = None
@@ -166,7 +181,7 @@ class TableOptions:
     def report(
         self, data: dict[str, Any], csv: Callable[[], str], draw: Callable[[], RenderableType]
     ) -> None:
-        """Write a result in the form that was asked for."""
+        """Print a result in the requested form."""
         if self.as_json:
             print_json(data)
         elif self.as_csv:
@@ -175,22 +190,24 @@ class TableOptions:
             show(draw())
 
     def report_modules(self, result: ModuleTable, tagged: TaggedModel, **facts: Any) -> None:
-        """Write a result of some modules of a model; JSON has all of them, and ``facts`` in front."""
+        """Print a table of the selected modules; JSON contains all modules, after ``facts``."""
         from htp_export.model.module_facts import visible
         from htp_export.reporting.module_table import render_modules
 
-        rows, listed = result.by_module, {row.path for row in result.listed}
-        shown = [
-            rows[path] for path in visible(tagged, self.depth, self.select or None) if path in rows
-        ]
+        rows = result.by_module
+        listed = {row.path for row in result.listed}
+        selected = visible(tagged, self.depth, self.select or None)
+        shown = [rows[path] for path in selected if path in rows]
         drawn = [row for row in shown if row.path in listed]
-        self.report(
-            {**facts, **result.to_dict()},
-            lambda: csv_text(
-                [MODULE, *result.columns], sorted_by(shown, result.columns, self.sort)
-            ),
-            lambda: render_modules(result, drawn, fold=self.fold, sort=self.sort),
-        )
+
+        def csv() -> str:
+            in_order = sorted_by(shown, result.columns, self.sort)
+            return csv_text([MODULE, *result.columns], in_order)
+
+        def draw() -> RenderableType:
+            return render_modules(result, drawn, fold=self.fold, sort=self.sort)
+
+        self.report({**facts, **result.to_dict()}, csv, draw)
 
 
 DataOption: TypeAlias = Annotated[
@@ -210,12 +227,12 @@ DATA_HAS_VALUES = Idle(
     lambda given: given["data"] and not any(map(names_factory, given["data"])),
     "the inputs are those of --data",
 )
-"""For commands whose seed is that of random inputs alone."""
+"""For commands whose seed is only for random inputs."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What a file is run on: the options of every command that runs one."""
+    """The inputs of a model: the options of every command that runs one."""
 
     data: DataOption = None
     dims: DimsOption = None
@@ -223,74 +240,79 @@ class DataOptions:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The arguments ``data``, ``dims`` and ``shapes`` of a function."""
+        """The arguments ``data``, ``dims`` and ``shapes`` for a function."""
         return runs_on(self.data, self.dims, self.shapes)
 
     def arrays(self, file: Path, what: str, seed: int = 0) -> Mapping[str, Any] | None:
-        """What a file and another one like it are run on; None if nothing is given."""
+        """Return the inputs of one run of a file; None without options. ``what`` is the command, for messages."""
         from htp_export.model.tagged import load
         from htp_export.runtime.data import Samples
 
-        given = self.keywords
-        return (
-            Samples.of(**given, model=load(file).model, seed=seed).only(what).arrays
-            if any(given.values())
-            else None
-        )
+        keywords = self.keywords
+        if not any(keywords.values()):
+            return None
+        return Samples.of(**keywords, model=load(file).model, seed=seed).only(what).arrays
 
 
 def runs_on(
     data: Sequence[str] | None, dims: list[str] | None, shapes: Path | None
 ) -> dict[str, Any]:
-    """The arguments of `DataOptions.keywords`."""
+    """Return the arguments of `DataOptions.keywords`."""
     sizes = read_shapes(shapes)
     if shapes is not None and not sizes:
-        raise FileError(shapes, "holds no shapes")
+        raise FileError(shapes, "contains no shapes")
     for name, shape in sizes.items():
-        if not isinstance(shape, list) or not all(
-            isinstance(size, int) and size >= 0 for size in shape
-        ):
+        if not _is_shape(shape):
             raise FileError(
-                str(shapes), f"the shape of {name!r} is no list of whole numbers: {shape!r}"
+                str(shapes), f"the shape of {name!r} is not a list of whole numbers: {shape!r}"
             )
     return {"data": typed_data(data), "dims": parse_dims(dims or []), "shapes": sizes}
 
 
+def _is_shape(shape: Any) -> bool:
+    if not isinstance(shape, list):
+        return False
+    return all(isinstance(size, int) and size >= 0 for size in shape)
+
+
 def typed_data(words: Sequence[str] | None) -> str | list[str] | None:
-    """Data as a function takes them: one word by itself, so that what a factory returns is read run by run."""
-    return words[0] if words and len(words) == 1 else list(words or ()) or None
+    """Return ``--data`` as an argument; a single value alone, so that the runs of a factory are read one by one."""
+    if not words:
+        return None
+    return words[0] if len(words) == 1 else list(words)
 
 
 def parse_dims(settings: list[str]) -> dict[str, int]:
-    """Open sizes as typed; an InputError if one is not ``name=size``.
+    """Parse sizes of open dimensions; an InputError if one is not ``name=size``.
 
     Examples:
         >>> parse_dims(["batch=1,sequence=16"])
         {'batch': 1, 'sequence': 16}
     """
-    sizes = {}
-    for setting in (part.strip() for text in settings for part in text.split(",")):
-        name, equals, text = setting.partition("=")
-        if not (equals and name.strip() and text.strip().isdecimal()):
+    sizes: dict[str, int] = {}
+    for setting in ",".join(settings).split(",") if settings else ():
+        setting = setting.strip()
+        name, equals, number = (part.strip() for part in setting.partition("="))
+        if not (equals and name and number.isdecimal()):
             raise InputError(f"--dims {setting}: write name=size, such as batch=1")
-        size = number_in(text.strip())
+        size = number_in(number)
         if size is None:
             raise InputError(f"--dims {setting}: a size is a number of 64 bits")
-        if name.strip() in sizes:
-            raise InputError(f"--dims {setting}: {name.strip()} is given twice")
-        sizes[name.strip()] = size
+        if name in sizes:
+            raise InputError(f"--dims {setting}: {name} is given twice")
+        sizes[name] = size
     return sizes
 
 
 def read_shapes(path: Path | None) -> dict[str, Any]:
-    """The inputs' shapes in a JSON file; empty without one."""
+    """Read shapes of inputs from a JSON file; empty without a file."""
     if path is None:
         return {}
     if path.suffix == ".npz":
         raise FileError(
-            path, 'holds values: --shapes is for a JSON file of shapes, {"input_ids": [2, 16]}'
+            path, 'contains values: --shapes is for a JSON file of shapes, {"input_ids": [2, 16]}'
         )
     shapes = read_json(path)
     if not isinstance(shapes, dict):
-        raise FileError(path, 'is no JSON object such as {"input_ids": [2, 16]}')
+        raise FileError(path, 'is not a JSON object such as {"input_ids": [2, 16]}')
     return shapes

@@ -1,4 +1,4 @@
-"""Files that a command writes: checked before any work, so that no input is replaced."""
+"""Output files of a command: they are checked before any work, so that no input is replaced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def report(
     output: Path | None = None,
     **facts: Any,
 ) -> None:
-    """Write a result as JSON, with further facts; or draw it, as text if nothing draws it, and say what was written."""
+    """Print a result as JSON, with further facts; or draw it, by default as text, and print the written file."""
     if as_json:
         print_json({**facts, **result.to_dict()})
         return
@@ -43,7 +43,7 @@ def report(
 
 @dataclass(frozen=True)
 class Writes:
-    """Marks an option that names what a command writes; such a command also has ``--force``.
+    """Marks an option as the output of a command; such a command also has ``--force``.
 
     Attributes:
         kind: What is written there, which is checked before the command runs; None if the command
@@ -60,24 +60,25 @@ IN_PLACE = Annotated[bool, "Allow --output to be a file that is read."]
 
 
 _check: ContextVar[Callable[[Path, Kind], None]] = ContextVar("_check")
-"""Checks an output, as the command that runs now allows it."""
+"""The check of an output, with the settings of the running command."""
 
 
 @contextlib.contextmanager
 def reading(
     values: Iterable[Any], *, force: bool = False, in_place: bool = False
 ) -> Iterator[None]:
-    """Run a command, in which `check_output` refuses to replace files that the values of its options name.
+    """Run a command in a ``with`` block, in which `check_output` refuses to replace its input files.
 
-    With ``force``, files of another kind may be replaced; with ``in_place``, a model that is read.
+    ``values`` are the values of its options. ``force``: files of another kind may be replaced;
+    ``in_place``: an input model may be replaced.
     """
     listed = list(values)
-    sources = (
-        factory_file(word)
-        for value in listed
-        for word in (value if isinstance(value, list) else [value])
-    )
-    files = (*files_named_in(listed), *(file for file in sources if file is not None))
+    files = list(files_named_in(listed))
+    for value in listed:
+        for word in value if isinstance(value, list) else [value]:
+            source = factory_file(word)
+            if source is not None:
+                files.append(source)
     token = _check.set(partial(check_target, reads=files, in_place=in_place, replaces_others=force))
     try:
         with noting_files():
@@ -87,11 +88,11 @@ def reading(
 
 
 def check_output(output: Path, kind: Kind) -> None:
-    """Refuse an output that cannot be written, that the command reads, or that is a file of another kind.
+    """Refuse an output that cannot be written, that is an input, or that is a file of another kind.
 
     Raises:
-        FileError: If it is one, or if the name of a new ONNX file has no extension. The weights of
-            a model, which are checked too, are written to ``<output>.data``.
+        FileError: In these cases, and if a new ONNX file has no extension. The weights of a model,
+            ``<output>.data``, are checked, too.
     """
     if kind is Kind.MODEL and not output.suffix and not os.path.lexists(output):
         raise FileError(output, f"has no extension; name the file {output.name}.onnx")
@@ -99,40 +100,41 @@ def check_output(output: Path, kind: Kind) -> None:
 
 
 def written_files(output: Path) -> dict[str, int]:
-    """The file that was written, and those with its weights: path → size in bytes."""
+    """Return the written file, and those with its weights: path → size in bytes."""
     from htp_export.files.model_files import own_files
 
     beside = [(output.parent / file.name, file) for file in sorted(own_files(output))]
-    # else the output is a link
+    # if the output is a link, its weights are beside the target of the link
     weights = [named if named.exists() else file for named, file in beside]
     return {str(file): file.stat().st_size for file in (output, *weights)}
 
 
 def written_page(output: Path) -> dict[str, int]:
-    """A page or text that was written: path → size in bytes; nothing for a device or a pipe."""
+    """Return a written page or text: path → size in bytes; empty for a device or a pipe."""
     return {} if is_special(output) else {str(output): output.stat().st_size}
 
 
 def written_folder(folder: Path) -> dict[str, int]:
-    """The files in a folder that was written: path → size in bytes."""
-    return {str(file): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
+    """Return the files in a written folder: path → size in bytes."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return {str(file): file.stat().st_size for file in files}
 
 
 def show_written(files: Mapping[str, int]) -> None:
-    """Say which files were written, with their sizes."""
+    """Print the written files and their sizes."""
     listed = [f"{file} ({si(size, 'B')})" for file, size in files.items()]
-    if listed:
-        show(
-            f"wrote {' and '.join((', '.join(listed[:-1]), listed[-1]) if listed[:-1] else listed)}"
-        )
+    if not listed:
+        return
+    *others, last = listed
+    show(f"wrote {', '.join(others)} and {last}" if others else f"wrote {last}")
 
 
 def show_next(*step: str | Path) -> None:
-    """Say what can be done with the files now: a command, whose words are quoted for the shell."""
+    """Print a command for a next step with the files, quoted for the shell."""
     show(f"next: {shlex.join(map(str, step))}")
 
 
 def show_model(output: Path) -> None:
-    """Say which files a model was written to, with their sizes, and what can be done with it now."""
+    """Print the files of a written model with their sizes, and a command for a next step."""
     show_written(written_files(output))
     show_next("htp-export", "view", output)

@@ -1,8 +1,9 @@
-"""stdout and stderr of a command: characters that they can encode, and nothing that libraries print.
+"""stdout and stderr of a command: only characters that they can encode, and no output of libraries.
 
-A redirected stdout of Windows is cp1252, that of ``LC_ALL=C`` ASCII: signs of htp_export, rich and
-typer get a counterpart, other characters are escaped as in Python, and so are control characters in
-any encoding: terminals interpret some, and names in files are not trusted.
+A redirected stdout on Windows has the encoding cp1252, with ``LC_ALL=C`` it has ASCII: symbols of
+htp_export, rich and typer are replaced by similar ones, and other characters are escaped as in
+Python. Control characters are always escaped: terminals interpret them, and names in files are not
+trusted.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ _SIGNS = str.maketrans(
 )
 _INTERPRETED = re.compile(
     "["
-    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and line feed: ESC, and those of C1
-    # they change the direction in which text is shown
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and line feed
+    # characters that change the direction of text
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-    "\u2028\u2029"  # further ends of lines
-    "\ud800-\udfff"  # halves of characters, which no encoding has
+    "\u2028\u2029"  # other line ends
+    "\ud800-\udfff"  # surrogates, which cannot be encoded
     "]"
 )
 
 
 def printable(text: str) -> str:
-    r"""A text in which characters that a terminal interprets are escaped as in Python; lines and tabs stay.
+    r"""Escape the characters in a text that a terminal interprets, as in Python, except line feeds and tabs.
 
     Examples:
         >>> print(printable("net\x1b[31m.fc\n\u202ecf"))
@@ -53,7 +54,7 @@ def printable(text: str) -> str:
 
 
 def in_ascii(text: str) -> str:
-    r"""A text in ASCII: lines of tables, arrows and the like as similar signs, other characters escaped.
+    r"""Convert a text to ASCII: arrows, lines of tables and other symbols to similar ones; escape other characters.
 
     Examples:
         >>> print(in_ascii("└── größe → 34"))
@@ -70,7 +71,7 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def encodable_output() -> Iterator[None]:
-    """Write to stdout and stderr what their encodings have, and `in_ascii` what they do not have."""
+    """In a ``with`` block, write characters that stdout and stderr cannot encode as in `in_ascii`."""
     codecs.register_error(_HANDLER, _replace)
     streams = [
         stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)
@@ -82,17 +83,17 @@ def encodable_output() -> Iterator[None]:
         yield
     finally:
         for stream, errors in before:
-            # it was closed, or its file cannot be written
+            # the stream was closed, or its file cannot be written
             with contextlib.suppress(ValueError, OSError):
                 stream.reconfigure(errors=errors)
 
 
 def unwritten_output() -> str:
-    """Write what stdout holds back; why that is not possible, else an empty text. It is then dropped."""
+    """Flush stdout, and return the problem if that fails; otherwise an empty text. The output is then dropped."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:  # who reads has read enough
+    except BrokenPipeError:  # the reader needs no more output
         _drop()
     except OSError as error:
         _drop()
@@ -101,32 +102,31 @@ def unwritten_output() -> str:
 
 
 def _drop() -> None:
-    """Let Python write what is left to nowhere when it ends: it would report the error a second time."""
+    """Redirect stdout to the null device: Python flushes it again at exit, and would report the error twice."""
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, sys.stdout.fileno())
+        os.close(null_device)
 
 
-# Severities of ONNX Runtime's log. What was set before cannot be asked: the first is what it starts
-# with.
+# severities of ONNX Runtime's log: the default, and the highest; the current one cannot be read
 _WARNING, _FATAL = 2, 4
 
 
 class _Dropping(io.TextIOBase):
-    """A stream that drops what is written, while libraries are to be quiet.
+    """A stream that drops its output while libraries are quiet.
 
-    Handlers of Python's logging hold the stream that was there when they were made, for the rest of
-    the program: afterwards, what they write goes to whatever is stderr then.
+    Handlers of Python's logging keep the stream that was stderr when they were created, for the
+    rest of the program: later, their output goes to the stderr of that time.
     """
 
     def __init__(self, shown: TextIO) -> None:
         self.shown: TextIO | None = shown
 
     def write(self, text: str, /) -> int:
-        now = sys.stderr
-        if self.shown is None and now is not self:
-            return now.write(text)
+        current = sys.stderr
+        if self.shown is None and current is not self:
+            return current.write(text)
         return len(text)
 
     def flush(self) -> None:
@@ -135,7 +135,7 @@ class _Dropping(io.TextIOBase):
 
 
 class _Warnings(logging.Handler):
-    """Shows what htp_export logs as lines of the command."""
+    """Prints the log messages of htp_export as lines of the command."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(logging.WARNING)
@@ -143,23 +143,27 @@ class _Warnings(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"htp-export: {record.levelname.lower()}: {printable(shortened(in_commands(record.getMessage())))}"
-        if line not in self._shown:  # a command may read a file several times
+        message = printable(shortened(in_commands(record.getMessage())))
+        line = f"htp-export: {record.levelname.lower()}: {message}"
+        if line not in self._shown:  # a command may read the same file several times
             self._shown.add(line)
             print(line, file=self._stream)
 
 
 def terminal_stderr() -> TextIO:
-    """The stream for progress and errors, also while libraries are quiet."""
+    """Return the stream for progress and errors, also while libraries are quiet."""
     stream = sys.stderr
-    return stream.shown if isinstance(stream, _Dropping) and stream.shown is not None else stream
+    if isinstance(stream, _Dropping) and stream.shown is not None:
+        return stream.shown
+    return stream
 
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Drop what libraries warn, log and print on stderr; show what htp_export itself logs.
+    """Suppress warnings, log messages and stderr output of libraries, but print the log messages of htp_export.
 
-    torch prints graphs before a failed export raises, and its loggers have handlers of their own.
+    torch prints graphs before a failed export raises its error, and its loggers have their own
+    handlers.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     stream = sys.stderr
@@ -181,10 +185,9 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_runtime() -> Iterator[None]:
-    """Drop what ONNX Runtime logs in sessions that other tools make, while libraries are quiet.
+    """Suppress the log of ONNX Runtime in sessions of other tools, while libraries are quiet.
 
-    It writes to the process's stderr by itself, in colours; sessions of htp_export set their own
-    severity.
+    It writes to the stderr of the process directly. Sessions of htp_export have their own severity.
     """
     if not isinstance(sys.stderr, _Dropping):  # --debug
         yield

@@ -1,6 +1,7 @@
 """Output of all commands: results on stdout, progress and errors on stderr.
 
-Everything is printed here, so that no name in a file controls the terminal (`printable`).
+Only this module prints, so that no name in an untrusted file can control the terminal
+(`printable`).
 """
 
 from __future__ import annotations
@@ -20,45 +21,44 @@ from htp_export.reporting.command_words import in_commands
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-# of what --json writes; a new one where a key is renamed, removed, or means something else
+# of the output of --json; increased if a key is renamed, removed, or changes its meaning
 SCHEMA_VERSION = 1
-_PATIENCE = 2.0  # seconds before progress is shown
-_PIPE_WIDTH = 1000  # lines for programs, and for files, are not folded
+_PATIENCE = 2.0  # seconds before progress is shown: most commands end sooner
+_PIPE_WIDTH = 1000  # columns: lines for programs and files are not wrapped
 
 
 class CheckFailed(Exception):  # noqa: N818 - it is an outcome that ends the command with status 1, not a fault
-    """What was asked for did not hold; the message says what."""
+    """A requested check failed; the message describes it."""
 
 
 def error_line(message: str) -> None:
-    """Say on stderr why the command ended."""
-    print(
-        f"htp-export: error: {printable(shortened(in_commands(message)))}", file=terminal_stderr()
-    )
+    """Print to stderr why the command failed."""
+    text = printable(shortened(in_commands(message)))
+    print(f"htp-export: error: {text}", file=terminal_stderr())
 
 
 def warning_line(message: str) -> None:
-    """Say on stderr what is not as it should be, where the command goes on."""
+    """Print a problem to stderr that does not end the command."""
     print(f"htp-export: warning: {printable(shortened(message))}", file=terminal_stderr())
 
 
 def notice_line(message: str) -> None:
-    """Say on stderr how a result was got."""
+    """Print to stderr how a result was obtained."""
     print(f"htp-export: {printable(shortened(message))}", file=terminal_stderr())
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """Write a result to stdout as JSON, with the version of its layout: see docs/json.md."""
+    """Print a result to stdout as JSON, with the version of its schema: see docs/json.md."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, **data}, indent=2))
 
 
 def print_text(text: str) -> None:
-    """Write text to stdout that is laid out already: CSV, lists."""
+    """Print formatted text to stdout: CSV, lists."""
     print(printable(text), end="")
 
 
 def show(what: RenderableType) -> None:
-    """Draw a result on stdout; text as it is, whatever markup it looks like."""
+    """Draw a result on stdout; text without interpretation of markup."""
     from rich.console import Console
     from rich.text import Text
 
@@ -74,7 +74,7 @@ def show(what: RenderableType) -> None:
 
 
 class _Printable:
-    """A drawing in which every text is `printable`; colours and lines stay."""
+    """A drawing in which all text is `printable`; colours and line breaks are unchanged."""
 
     def __init__(self, what: RenderableType) -> None:
         self._what = what
@@ -87,7 +87,7 @@ class _Printable:
 
 
 def split_names(typed: list[str] | None) -> list[str] | None:
-    """Names as typed, by comma or one by one; None where there are none.
+    """Split names, which may be separated by commas; None without names.
 
     Examples:
         >>> split_names(["class, nodes", "flops"])
@@ -98,7 +98,7 @@ def split_names(typed: list[str] | None) -> list[str] | None:
 
 
 class Steps:
-    """Progress on stderr: the step that is running, its number and for how long; nothing where that is no terminal."""
+    """Progress on stderr: the running step, its number and its time; nothing if stderr is not a terminal."""
 
     def __init__(self, quiet: bool = False, count: int = 1) -> None:
         self._shown = terminal_stderr().isatty() and not quiet
@@ -107,7 +107,7 @@ class Steps:
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
-        """Show that a step is running, and how much of it is done, from two seconds on."""
+        """Show a step and its progress in a ``with`` block, after two seconds."""
         self._begun += 1
         if not self._shown:
             yield
@@ -119,7 +119,7 @@ class Steps:
 
 @contextlib.contextmanager
 def _bar(text: str) -> Iterator[None]:
-    """A line on stderr: what runs, for how long, and a bar where it is counted."""
+    """Show a line on stderr in a ``with`` block: a text, the time, and a bar if items are counted."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -134,7 +134,7 @@ def _bar(text: str) -> Iterator[None]:
         *columns,
         console=Console(file=terminal_stderr()),
         transient=True,
-        redirect_stdout=False,  # it would show what libraries print, which `quiet_libraries` drops
+        redirect_stdout=False,  # it would show output of libraries, which `quiet_libraries` drops
         redirect_stderr=False,
     )
     task = progress.add_task(printable(shortened(text)), total=None, counted="")

@@ -1,1 +1,1 @@
-"""Read ONNX files without their weights, and write them with their data files completely or not at all."""
+"""Read ONNX files without their weights, and write model and data files completely or not at all."""

@@ -1,7 +1,7 @@
-"""Checkpoints in safetensors files: one file, or several with an index. Only headers are read here.
+"""Checkpoints in safetensors files: one file, or several files with an index. Only headers are read here.
 
-Files of others are not trusted: no pickle is opened, the index names no file outside of its folder,
-and each tensor is in one file.
+The files are not trusted: no pickle is opened, no file outside the folder of the index is read, and
+each tensor must be in exactly one file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _PICKLED = "is a pickle, which can run code when it is read; save the weights as
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint; ``path`` is the index, or the only file; ``states`` when it was read."""
+    """The tensors of a checkpoint: the file and the shape of each, by name.
+
+    ``path`` is the index, or the only file. ``states`` has the identity of each file when it was
+    read.
+    """
 
     path: Path
     files: Mapping[str, Path]
@@ -40,34 +44,35 @@ class Checkpoint:
 def read_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     """Read the headers of a checkpoint: a file, its index, or a folder with ``model.safetensors`` or its index.
 
-    Refused are a pickle, a file outside of the folder, a broken header, and a tensor that its file
-    does not have.
+    A `FileError` for a pickle, for a file outside the folder, for an invalid header, and for a
+    tensor that is missing in its file.
     """
-    path = _found(Path(source))
-    names = _index(path) if path.suffix == ".json" else {}
-    shards = (
-        {name: _shard(path, name) for name in sorted(set(names.values()))}
-        if names
-        else {path.name: path}
-    )
+    path = _file_of(Path(source))
+    names: Mapping[str, str] = {}
+    shards = {path.name: path}
+    if path.suffix == ".json":
+        names = _index(path)
+        shards = {name: _shard(path, name) for name in sorted(set(names.values()))}
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in shards.values():
         for key, shape in _header(file).items():
             if key in files:
-                raise FileError(file, f"has tensor {key!r}, which {files[key].name} has, too")
+                raise FileError(
+                    file, f"contains tensor {key!r}, which is also in {files[key].name}"
+                )
             files[key], shapes[key] = file, shape
     for key, name in names.items():
         if files.get(key) != shards[name]:
             raise FileError(
-                shards[name], f"has no tensor {key!r}, which is there according to {path.name}"
+                shards[name], f"does not contain tensor {key!r}, which {path.name} assigns to it"
             )
-    return Checkpoint(
-        path, files, shapes, {file: Identity.at(file.resolve()) for file in shards.values()}
-    )
+    states = {file: Identity.at(file.resolve()) for file in shards.values()}
+    return Checkpoint(path, files, shapes, states)
 
 
-def _found(source: Path) -> Path:
+def _file_of(source: Path) -> Path:
+    """Return the index or the only file of a checkpoint."""
     if source.is_dir():
         for name in (_ONE, _INDEX):
             if (source / name).is_file():
@@ -75,7 +80,7 @@ def _found(source: Path) -> Path:
         pickles = sorted(file.name for file in source.iterdir() if file.suffix in _PICKLES)
         if pickles:
             raise FileError(source / pickles[0], _PICKLED)
-        raise FileError(source, f"has no {_ONE} and no {_INDEX}")
+        raise FileError(source, f"contains neither {_ONE} nor {_INDEX}")
     if source.suffix in _PICKLES:
         raise FileError(source, _PICKLED)
     if not source.is_file():
@@ -84,26 +89,25 @@ def _found(source: Path) -> Path:
 
 
 def _index(path: Path) -> dict[str, str]:
+    """Return the mapping of an index: name of a tensor → name of its file; never empty."""
     content = read_json(path, plain=True)
     names = content.get("weight_map") if isinstance(content, dict) else None
-    if (
-        not isinstance(names, dict)
-        or not names
-        or not all(isinstance(name, str) for name in names.values())
-    ):
-        raise FileError(
-            path, 'is no index of safetensors files: it has no "weight_map" from tensors to files'
-        )
-    return names
+    if isinstance(names, dict) and names and all(isinstance(name, str) for name in names.values()):
+        return names
+    raise FileError(
+        path, 'is not an index of safetensors files: it has no "weight_map" from tensors to files'
+    )
 
 
 def _shard(index: Path, name: str) -> Path:
     folder, location = find_data(index, name, "file")
     file = folder / location
+    if file.suffix in _PICKLES:
+        raise FileError(file, _PICKLED)
     if not name.endswith(".safetensors"):
-        raise FileError(file, _PICKLED if file.suffix in _PICKLES else "is no safetensors file")
+        raise FileError(file, "is not a safetensors file")
     if not file.is_file():
-        raise FileError(file, f"is missing: {index.name} names it")
+        raise FileError(file, f"is missing: {index.name} refers to it")
     return file
 
 
@@ -115,4 +119,4 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
             names: Iterable[str] = opened.keys()
             return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
-        raise FileError(file, f"is no safetensors file, or is incomplete: {error}") from error
+        raise FileError(file, f"is not a safetensors file, or is incomplete: {error}") from error

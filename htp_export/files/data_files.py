@@ -1,7 +1,7 @@
-"""Data files: the files beside a model with its external tensors.
+"""Data files: the files beside a model that contain its external tensors.
 
-The file of a name is resolved once, when the model is read: in the folder of the model or, if the
-model is a symbolic link, in the folder of its target. No other file is opened.
+The location of a tensor is resolved once, when the model is read: in the folder of the model or, if
+the model is a symbolic link, in the folder of its target. No other file is opened.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import CHUNK_BYTES, Identity
-from htp_export.files.lazy_tensor import Slot, about, write_values
+from htp_export.files.lazy_tensor import Slot, descriptive_fields, write_values
 from htp_export.process.progress import counted
 
 
 class DataFile:
-    """A data file, and its identity when the model was read; None if it does not exist yet.
+    """A data file with its identity when the model was read, or no identity if it does not exist yet.
 
-    ``shown`` is its name in errors, if that is not its path.
+    ``shown`` is its name in error messages, by default its path. ``needed`` is the size in bytes
+    that the tensors of the model require.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class DataFile:
             self.note()
 
     def note(self) -> None:
-        """Record the identity of the existing file."""
+        """Record the current identity of the file."""
         self._state = None
         with contextlib.suppress(OSError):
             if self.path.is_file():
@@ -46,7 +47,7 @@ class DataFile:
                     self._state = Identity.of(os.fstat(file.fileno()))
 
     def is_same(self, other: DataFile) -> bool:
-        """Whether both are one file, with the same contents."""
+        """Return whether both are the same file with the same contents."""
         return self is other or (self._state is not None and self._state == other._state)
 
     def check(self) -> None:
@@ -56,21 +57,17 @@ class DataFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
-        """Open the file, and check it before and after it is read."""
+        """Open the file for a ``with`` block, and check it before and after the block."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:
-            replaced = (
-                " (it was there when the model was read; load the model again)"
-                if self._state
-                else ""
-            )
-            raise FileError(
-                self._shown, f"is missing: weights of {self.model} lie in this file{replaced}"
-            ) from None
+            problem = f"is missing: it contains weights of {self.model}"
+            if self._state is not None:
+                problem += " (it existed when the model was read; load the model again)"
+            raise FileError(self._shown, problem) from None
         except OSError as error:
             problem = (
-                f"cannot be read, and weights of {self.model} lie in it: {error.strerror or error}"
+                f"contains weights of {self.model}, and cannot be read: {error.strerror or error}"
             )
             raise FileError(self._shown, problem) from error
         with file:
@@ -81,9 +78,9 @@ class DataFile:
     def _check(self, file: IO[bytes]) -> None:
         status = os.fstat(file.fileno())
         if status.st_size < self.needed:
-            problem = f"is too short: it has {status.st_size:,} bytes, and the weights of {self.model} take "
+            problem = f"is too short: it has {status.st_size:,} bytes, and the weights of {self.model} need "
             raise FileError(self._shown, f"{problem}{self.needed:,}")
-        if self._state is None:  # it was not there when the model was read
+        if self._state is None:  # the file did not exist when the model was read
             self._state = Identity.of(status)
         if self._state != Identity.of(status):
             raise FileError(
@@ -126,17 +123,17 @@ class DataTensor(ir.ExternalTensor):
             self.length,
             self.dtype,
             tuple(self.shape.numpy()),
-            about(self),
+            descriptive_fields(self),
         )
         return DataTensor, (*fields, self.file, self.base_dir)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return the values, mapped from the file; read-only."""
+        """Return the values as a read-only array that is mapped from the file."""
         self.file.check()
-        numbers = self._numbers  # another thread may release them
+        numbers = self._numbers  # read once: another thread may release them
         if numbers is None:
             shape = tuple(self.shape.numpy())
-            if self.dtype.bitwidth < 8:  # several in a byte
+            if self.dtype.bitwidth < 8:  # a byte contains several values
                 header = onnx.TensorProto(
                     data_type=int(self.dtype), dims=shape, raw_data=self.tobytes()
                 )
@@ -155,41 +152,42 @@ class DataTensor(ir.ExternalTensor):
         return self._bytes().tobytes()
 
     def _bytes(self) -> np.ndarray[Any, Any]:
-        if not self.nbytes:  # nothing can be mapped
+        if not self.nbytes:  # an empty range cannot be mapped
             return np.empty(0, np.uint8)
         with self.file.opened() as file:
             return np.memmap(file, np.uint8, "r", self.offset or 0, (self.nbytes,)).view(np.ndarray)
 
     def tofile(self, file: IO[bytes]) -> None:
-        """Copy the values to another file, in parts."""
-        left = self.length or self.nbytes
+        """Copy the values to another file in chunks."""
+        remaining = self.length or self.nbytes
         with self.file.opened() as source:
             source.seek(self.offset or 0)
-            while left:
-                part = source.read(min(left, CHUNK_BYTES))
-                if not part:
+            while remaining:
+                chunk = source.read(min(remaining, CHUNK_BYTES))
+                if not chunk:
                     raise FileError(
                         self.file.path, f"cannot be read: it ends within tensor {self.name!r}"
                     )
-                file.write(part)
-                left -= len(part)
+                file.write(chunk)
+                remaining -= len(chunk)
 
     def is_stored_as(self, other: DataTensor) -> bool:
-        """Whether both are the same numbers in one file, under whatever name, that did not change between them."""
-        is_there = self.dtype == other.dtype and (self.offset or 0) == (other.offset or 0)
-        return is_there and self.nbytes == other.nbytes and self.file.is_same(other.file)
+        """Return whether both tensors are the same bytes of the same unchanged file, with the same type."""
+        same_type = self.dtype == other.dtype and self.nbytes == other.nbytes
+        same_offset = (self.offset or 0) == (other.offset or 0)
+        return same_type and same_offset and self.file.is_same(other.file)
 
     def release(self) -> None:
-        """Forget the values; the file is closed when no array of them is in use."""
+        """Drop the mapped values; the file is closed when no array of them is in use."""
         self._numbers = None
 
 
 def find_data(model: Path, location: str, what: str = "external data") -> tuple[Path, str]:
-    """Return the folder of a data file, and its path relative to it; ``what`` it is, for messages.
+    """Resolve the location of external data: return a folder, and the path of the file in it.
 
-    The model may be a symbolic link, as in the cache of the Hugging Face hub. A FileError if the
-    location leads out of the folder of the model, and out of the folder of the target of the
-    model's link, through ``..``, an absolute path, or a link.
+    The model may be a symbolic link, as in the cache of the Hugging Face hub. The file must be in
+    the folder of the model or in the folder of the target of its link; otherwise, through ``..``,
+    an absolute path or a link, it is a FileError. ``what`` describes the file in messages.
     """
     outside = FileError(
         model, f"its {what} {location!r} lies outside its folder; it will not be read"
@@ -202,25 +200,24 @@ def find_data(model: Path, location: str, what: str = "external data") -> tuple[
             target = (home / location).resolve()
             if not any(target.is_relative_to(allowed.resolve()) for allowed in homes):
                 raise outside
-            # a pipe would be waited for
-            if target.exists() and not target.is_file() and not target.is_dir():
+            if not target.exists():
+                continue
+            # to open a pipe would block
+            if not target.is_file() and not target.is_dir():
                 raise FileError(
-                    model, f"its {what} {location!r} is no plain file; it will not be read"
+                    model, f"its {what} {location!r} is not a regular file; it will not be read"
                 )
-            if target.exists():
-                return (
-                    (home, location)
-                    if target.is_relative_to(home.resolve())
-                    else (target.parent, target.name)
-                )
+            if target.is_relative_to(home.resolve()):
+                return home, location
+            return target.parent, target.name
     except (OSError, RuntimeError, ValueError) as error:
-        # links in a circle, names that no file can have
+        # links that form a cycle, and invalid file names
         raise FileError(model, f"its {what} {location!r} cannot be found: {error}") from error
     return homes[0], location
 
 
 def check_data(tensors: Iterable[ir.TensorProtocol | None]) -> None:
-    """Refuse data files that are missing or too short, before another library reads them; the error names the file."""
+    """Refuse data files that are missing, too short or changed, before another library reads them."""
     for file in {tensor.file for tensor in tensors if isinstance(tensor, DataTensor)}:
         file.check()
 
@@ -228,36 +225,39 @@ def check_data(tensors: Iterable[ir.TensorProtocol | None]) -> None:
 def place_data(
     slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path
 ) -> list[DataTensor]:
-    """Write tensors into a new data file, those with the same storage once, and return the same tensors in that file.
+    """Write tensors into a new data file, and return external tensors that refer to it.
 
-    ``data`` is the final path of ``stream``.
+    Tensors with the same storage are written once. ``data`` is the final path of ``stream``.
     """
-    places: dict[object, tuple[int, int]] = {}
+    positions: dict[object, tuple[int, int]] = {}
     for slot in counted(slots, "weights"):
-        key = _place(slot.tensor)
-        if key not in places:
+        key = _storage_key(slot.tensor)
+        if key not in positions:
             start = stream.tell()
             write_values(slot.tensor, stream)
-            places[key] = (start, stream.tell() - start)
+            positions[key] = (start, stream.tell() - start)
     stream.flush()
     file = DataFile(data.absolute(), model, data, Identity.of(os.fstat(stream.fileno())))
-    tensors = ((slot.tensor, *places[_place(slot.tensor)]) for slot in slots)
-    return [
-        DataTensor(
-            data.name,
-            at,
-            length,
-            tensor.dtype,
-            tensor.shape.numpy(),
-            about(tensor),
-            file,
-            file.path.parent,
+    placed: list[DataTensor] = []
+    for slot in slots:
+        tensor = slot.tensor
+        offset, length = positions[_storage_key(tensor)]
+        placed.append(
+            DataTensor(
+                data.name,
+                offset,
+                length,
+                tensor.dtype,
+                tensor.shape.numpy(),
+                descriptive_fields(tensor),
+                file,
+                file.path.parent,
+            )
         )
-        for tensor, at, length in tensors
-    ]
+    return placed
 
 
-def _place(tensor: ir.TensorProtocol) -> object:
+def _storage_key(tensor: ir.TensorProtocol) -> object:
     """Return a key that is equal for tensors with the same storage."""
     if isinstance(tensor, ir.ExternalTensor):
         return (tensor.path, tensor.offset or 0, tensor.length or tensor.nbytes)

@@ -1,8 +1,8 @@
-"""The data files of a model that is written: which weights they take, and how its metadata describes them.
+"""The data files of a model that is written: which weights they contain, and their description in its metadata.
 
-``htp.weights`` describes the contents of a file that the model shares with another one: exporting
-the other model again would change this one. ``htp.data`` describes the model's own data files well
-enough to detect that one of the two files was replaced or copied without the other.
+``htp.weights`` describes a data file that the model shares with another model: a new export of the
+other model would change the weights of this one. ``htp.data`` describes the model's own data files,
+to detect that the model or a data file was replaced or copied without the other.
 ``docs/format.md`` has the format.
 """
 
@@ -15,7 +15,6 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,16 +28,16 @@ from htp_export.format import tags
 from htp_export.format.json_text import parse_json
 
 _SMALL_BYTES = 256
-"""Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
+"""Tensors up to this size stay in the ONNX file, as in onnx and onnx_ir, because shape inference reads them."""
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The plan for the weights of a model: places whose tensors move into the data file, and those that stay.
+    """Which tensors of a model are written into its data file, and which stay in existing data files.
 
-    ``free``: whether the name of the data file must not exist, because it was chosen here: one
-    rename then replaces the model. Names of files that stay are relative to the folder of the
-    target; ``shared`` are those that are not the target's own.
+    ``free``: whether the data file must not exist yet. This is so if its name was chosen here: then
+    one rename replaces the model. Names in ``staying`` are relative to the folder of the target;
+    ``shared`` is the subset of these names that belongs to another model.
     """
 
     target: Path
@@ -64,51 +63,62 @@ def plan_data(
     share: bool,
     serial: bool = False,
 ) -> DataPlan:
-    """Make the plan: all external tensors move, or none.
+    """Plan the data files of a model: either all of its external tensors move into a new file, or none.
 
-    ``external_data`` names the data file for all weights; True to choose the name here; None to
-    keep external what is external. ``own`` returns the data files of the model that is replaced,
-    without shared ones. At most ``most_inside`` bytes of weights in memory go into the ONNX file.
-    ``share``: external weights stay where they are; a `FileError` if they are in another folder.
-    ``serial``: the plain name, ``<name>.data``, is not to be chosen.
+    ``external_data`` is the name of the data file for all weights; True to choose the name here;
+    None to keep the weights in memory in the ONNX file, and external weights external. ``own``
+    returns the data files of the model that is replaced, without shared ones. At most
+    ``most_inside`` bytes of weights in memory are written into the ONNX file. ``share``: external
+    weights stay in their files; a `FileError` if these are in another folder. ``serial``: do not
+    choose the plain name ``<name>.data``.
     """
     movable = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
     external = [slot for slot in movable if slot.external]
-    large = [
-        slot
-        for slot in movable
-        if slot.initializer and not slot.external and slot.tensor.nbytes > _SMALL_BYTES
-    ]
-    data = (
-        _free_name(target, serial=serial)
-        if external_data in (None, True)
-        else target.with_name(str(external_data))
-    )
+    large = [slot for slot in movable if _is_large_initializer(slot)]
     free = external_data in (None, True)
+    data = _free_name(target, serial=serial) if free else target.with_name(str(external_data))
     if external_data is not None:
         return DataPlan(target, data, free, [*external, *large], [], set())
-    if sum({id(slot.tensor): slot.tensor.nbytes for slot in large}.values()) <= most_inside:
+    if _total_bytes(large) <= most_inside:
         large = []
     home = target.parent.resolve()
     names = {path: _name_from(home, Path(path)) for path in {slot.path for slot in external}}
     if share:
-        for path, name in names.items():
-            if name is None:
-                advice = "write into that folder, or copy the weights"
-                raise FileError(
-                    target,
-                    f"cannot share the weights in {path}: they lie in another folder; {advice}",
-                )
+        _check_shareable(target, names)
+    files = {path: Path(path).resolve() for path in names}
     usual = target.with_name(f"{target.name}.data").resolve()
-    ours = {usual} if share or not names else {usual, *own()}
-    stays = all(
-        name is not None and (share or Path(path).resolve() in ours) for path, name in names.items()
-    )
-    if not stays or (large and any(Path(path).resolve() == usual for path in names)):
+    owned = {usual}
+    if names and not share:
+        owned.update(own())
+    # large weights would be written over the external ones that are read from there
+    overwrites_source = bool(large) and usual in files.values()
+    is_in_another_folder = None in names.values()
+    is_of_another_model = not share and not owned.issuperset(files.values())
+    if overwrites_source or is_in_another_folder or is_of_another_model:
         return DataPlan(target, data, free, [*external, *large], [], set())
-    shared = {name for path, name in names.items() if name and Path(path).resolve() not in ours}
+    shared = {name for path, name in names.items() if name and files[path] not in owned}
     staying = [(slot, names[slot.path] or "") for slot in external]
     return DataPlan(target, data, free, large, staying, shared)
+
+
+def _is_large_initializer(slot: Slot) -> bool:
+    return slot.initializer and not slot.external and slot.tensor.nbytes > _SMALL_BYTES
+
+
+def _total_bytes(weights: Iterable[Slot]) -> int:
+    """Return the size of weights in memory; a tensor that several initializers share counts once."""
+    sizes = {id(slot.tensor): slot.tensor.nbytes for slot in weights}
+    return sum(sizes.values())
+
+
+def _check_shareable(target: Path, names: Mapping[str, str | None]) -> None:
+    """Refuse to share data files that have no name relative to the folder of the model."""
+    for path, name in names.items():
+        if name is None:
+            advice = "write the model into that folder, or copy the weights"
+            raise FileError(
+                target, f"cannot share the weights in {path}: they are in another folder; {advice}"
+            )
 
 
 def _free_name(target: Path, *, serial: bool) -> Path:
@@ -119,12 +129,12 @@ def _free_name(target: Path, *, serial: bool) -> Path:
 
 
 def with_serial(target: Path) -> Path:
-    """Return a name for a data file of an ONNX file that no other file has."""
+    """Return an unused path for a data file of an ONNX file: its name contains a random serial."""
     return target.with_name(f"{target.name}.{secrets.token_hex(4)}.data")
 
 
 def is_named_by_us(target: Path, name: str) -> bool:
-    """Return whether a data file of an ONNX file has a name that was chosen here.
+    """Return whether the name of a data file was chosen by htp_export, and not by the user.
 
     Examples:
         >>> model = Path("a.onnx")
@@ -137,40 +147,37 @@ def is_named_by_us(target: Path, name: str) -> bool:
 def _name_from(home: Path, file: Path) -> str | None:
     """Return the path of a data file relative to a folder; None if it is elsewhere, or a link."""
     folder = file.parent.resolve()
-    return (
-        (folder / file.name).relative_to(home).as_posix() if folder.is_relative_to(home) else None
-    )
+    if not folder.is_relative_to(home):
+        return None
+    return (folder / file.name).relative_to(home).as_posix()
 
 
 def in_safe_order(model: Move, data: Sequence[Move]) -> list[Move]:
-    """Return the files in an order in which every wrong pair of model and data is detected.
+    """Return the renames of a model and its data files in an order in which each mismatch is detected.
 
-    Data files come before a new model, and if their names are new: the rename of the model then
-    switches from the old files to the new ones. Others come after the model, because the new model
-    describes that it does not match the data that they replace (`data_notes`); the old model may
-    have no description.
+    A data file comes before the model if the model or the data file is new: the rename of the model
+    then switches from the old files to the new ones. Other data files come after the model: the new
+    model has a description, which does not match the data that is still there (`check_notes`), but
+    the old model may have no description.
     """
-    first = [
-        move
-        for move in data
-        if not os.path.lexists(move.target) or not os.path.lexists(model.target)
-    ]
+    is_new_model = not os.path.lexists(model.target)
+    first = [move for move in data if is_new_model or not os.path.lexists(move.target)]
     return [*first, model, *(move for move in data if move not in first)]
 
 
 Place = tuple[int, int]
-"""Where a tensor lies in a data file: where it begins, and how many bytes it takes."""
+"""The position of a tensor in a data file: its offset and its length in bytes."""
 
-_BLOCK_BYTES = 4096  # a page
-_BLOCKS = 64  # of a file, whatever its size: they are read in a millisecond
-_TENSOR_BYTES = 256  # of the start of each tensor: other numbers differ there
+_BLOCK_BYTES = 4096  # one page of memory
+_BLOCKS = 64  # sampled in each file, independent of its size: they are read in one millisecond
+_TENSOR_BYTES = 256  # sampled at the start of each tensor: other weights differ there
 
 _SHARED = {"size": int, "modified_ns": int, "sha256": str}
 _OWN = {"size": int, "serial": str, "tensors": str}
 
 
 def describe_shared(file: Path) -> dict[str, Any]:
-    """Return the entry of ``htp.weights`` for a file of another model: size, modification time and hash."""
+    """Return the entry of ``htp.weights`` for a shared file: size, modification time and hash."""
     state = file.stat()
     return {"size": state.st_size, "modified_ns": state.st_mtime_ns, "sha256": sha256_of(file)}
 
@@ -178,22 +185,22 @@ def describe_shared(file: Path) -> dict[str, Any]:
 def describe_own(
     file: Path, tensors: Iterable[Place], replaced: Path | None = None
 ) -> dict[str, Any]:
-    """Return the entry of ``htp.data`` for a model's own data file: its size, and a serial computed from samples.
+    """Return the entry of ``htp.data`` for a model's own data file: its size, and a hash of samples.
 
     If the samples of the file that it replaces are equal, the first block that differs is sampled,
     too, so that the model never matches the replaced file.
     """
     places = sorted(tensors)
     size = file.stat().st_size
-    note: dict[str, Any] = {
-        "size": size,
-        "serial": _serial(file, places, size),
-        "tensors": _layout(places),
-    }
-    alike = replaced is not None and replaced.is_file() and replaced.stat().st_size >= size
-    if replaced is not None and alike and _serial(replaced, places, size) == note["serial"]:
-        at = _first_difference(file, replaced)
-        note |= {} if at is None else {"serial": _serial(file, places, size, at), "differs": at}
+    serial = _serial(file, places, size)
+    note: dict[str, Any] = {"size": size, "serial": serial, "tensors": _layout(places)}
+    if replaced is None or not replaced.is_file() or replaced.stat().st_size < size:
+        return note
+    if _serial(replaced, places, size) == serial:
+        offset = _first_difference(file, replaced)
+        if offset is not None:
+            note["serial"] = _serial(file, places, size, offset)
+            note["differs"] = offset
     return note
 
 
@@ -202,7 +209,10 @@ def put_notes(
     own: Mapping[str, Mapping[str, Any]],
     shared: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write the descriptions of data files, by name, into the metadata of a model, and remove earlier ones."""
+    """Replace the descriptions of data files in the metadata of a model.
+
+    ``own`` and ``shared``: name of a data file → its entry of ``htp.data`` or ``htp.weights``.
+    """
     for key, notes in ((tags.DATA, own), (tags.WEIGHTS, shared)):
         metadata.pop(key, None)
         if notes:
@@ -210,7 +220,7 @@ def put_notes(
 
 
 def shared_files(model: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the files that a model shares with others: name → description. An invalid entry is a `FileError`."""
+    """Return the data files that a model shares: name → description; a `FileError` for an invalid entry."""
     return _notes(model, metadata, tags.WEIGHTS, _SHARED)
 
 
@@ -220,93 +230,109 @@ def check_notes(
     files: Mapping[str, Path],
     tensors: Callable[[str], Iterable[Place]],
 ) -> None:
-    """Refuse a model whose data files are not those with which it was written.
+    """Refuse a model if its data files are not the files that it was written with.
 
-    A shared file with the same size and modification time is accepted; otherwise it is hashed. Of
-    the model's own files, samples are read. If the model's tensors have other places in the file
-    than described, another tool has written both files, and the description is ignored. ``files``:
-    the name by which the model knows a file → the file; ``tensors`` returns the places of the
-    tensors in a file of this name.
+    A shared file with the same size and modification time is accepted without reading it; otherwise
+    it is hashed. Of the model's own files, only samples are read. If the tensors have other
+    positions than described, another tool wrote both files, and the description is ignored.
+
+    Args:
+        model: The ONNX file, for messages.
+        metadata: The metadata of the model.
+        files: The location in external tensors → the data file.
+        tensors: Returns the positions of the tensors at a location.
     """
     shared = shared_files(model, metadata)
     own = _notes(model, metadata, tags.DATA, _OWN)
-    for location, facts in (*shared.items(), *own.items()):
+    for location, note in (*shared.items(), *own.items()):
         file = files.get(location)
-        if file is None or not file.is_file():  # what is missing is said when it is needed
+        # a missing file is reported when a tensor is read
+        if file is None or not file.is_file():
             continue
         try:
             if location in shared:
-                _check_shared(model, file, facts)
+                _check_shared(model, file, note)
             else:
-                _check_own(model, file, facts, sorted(tensors(location)))
+                _check_own(model, file, note, sorted(tensors(location)))
         except OSError as error:
             raise FileError.unreadable(file, error) from error
 
 
-def _check_shared(model: Path, file: Path, facts: Mapping[str, Any]) -> None:
+def _check_shared(model: Path, file: Path, note: Mapping[str, Any]) -> None:
     state = file.stat()
-    problem = ""
-    if state.st_size != facts["size"]:
-        problem = f"it had {facts['size']:,} bytes and has {state.st_size:,}"
-    elif state.st_mtime_ns != facts["modified_ns"] and sha256_of(file) != facts["sha256"]:
-        problem = "it has other contents"
-    if problem:
-        raise FileError(
-            model,
-            f"shares its weights, which were changed: {file} is not what it was ({problem}); "
-            f"write {model.name} again, without --share-weights to be safe from this",
-        )
-
-
-def _check_own(model: Path, file: Path, facts: Mapping[str, Any], places: list[Place]) -> None:
-    size = file.stat().st_size
-    if _layout(places) != facts["tensors"] or size < max(
-        (at + length for at, length in places), default=0
-    ):
-        return  # written by another tool; or too short, which is said when a tensor is read
-    if size < facts["size"]:
-        problem = (
-            f"the model was written with {facts['size']:,} bytes of data, and there are {size:,}"
-        )
-    elif _serial(file, places, facts["size"], facts.get("differs")) != facts["serial"]:
-        problem = "it has other contents than the data that the model was written with"
-    else:  # what follows in a file that is longer was appended by another tool
+    if state.st_size != note["size"]:
+        problem = f"it had {note['size']:,} bytes and now has {state.st_size:,}"
+    elif state.st_mtime_ns != note["modified_ns"] and sha256_of(file) != note["sha256"]:
+        problem = "its contents differ"
+    else:
         return
     raise FileError(
         model,
-        f"does not fit its data file {file.name}: {problem}. One of the two was replaced without the other, as by an "
-        "export that was interrupted; write the model again",
+        f"its shared weights were changed: {file} is not the file that the model was written with "
+        f"({problem}); write {model.name} again, without --share-weights if it should have a copy",
+    )
+
+
+def _check_own(model: Path, file: Path, note: Mapping[str, Any], places: list[Place]) -> None:
+    size = file.stat().st_size
+    if _layout(places) != note["tensors"]:
+        return  # another tool wrote both files
+    needed = max((offset + length for offset, length in places), default=0)
+    if size < needed:
+        return  # this is reported when a tensor is read
+    if size < note["size"]:
+        problem = (
+            f"the model was written with {note['size']:,} bytes of data, but the file has {size:,}"
+        )
+    elif _serial(file, places, note["size"], note.get("differs")) != note["serial"]:
+        problem = "its contents are not the data that the model was written with"
+    else:  # if the file is longer, another tool appended data
+        return
+    raise FileError(
+        model,
+        f"does not match its data file {file.name}: {problem}. One of the two was replaced without the other, "
+        "for example by an interrupted export; write the model again",
     )
 
 
 def _notes(
     model: Path, metadata: Mapping[str, str], key: str, kinds: Mapping[str, type]
 ) -> dict[str, dict[str, Any]]:
+    """Return the notes under a key of the metadata, with fields of these types."""
     try:
         notes = parse_json(metadata.get(key, "{}"))
-        if all(_is_note(facts, kinds) for facts in notes.values()):
+        if all(_is_note(note, kinds) for note in notes.values()):
             return dict(notes)
     except (ValueError, TypeError, KeyError, AttributeError):
         pass
     raise FileError(model, f"its {key} is not what the file format says")
 
 
-def _is_note(facts: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
-    numbers = (facts["size"], facts.get("differs", 0))
-    places = all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
-    return places and all(isinstance(facts[key], kind) for key, kind in kinds.items())
+def _is_note(note: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
+    for number in (note["size"], note.get("differs", 0)):
+        # the sum of two such numbers is a valid offset of 63 bits
+        if type(number) is not int or not 0 <= number < 1 << 62:
+            return False
+    return all(isinstance(note[key], kind) for key, kind in kinds.items())
 
 
 def _serial(file: Path, places: Iterable[Place], size: int, differs: int | None = None) -> str:
-    """Return a hash of samples of the first ``size`` bytes: evenly spaced blocks, starts of tensors, and one block."""
+    """Return a hash of samples of the first ``size`` bytes of a file.
+
+    The samples are evenly spaced blocks, the starts of tensors, and the block at the offset
+    ``differs``.
+    """
     last = max(size - _BLOCK_BYTES, 0)
-    parts = {(last * number // (_BLOCKS - 1), min(_BLOCK_BYTES, size)) for number in range(_BLOCKS)}
-    parts |= {(at, min(length, _TENSOR_BYTES)) for at, length in places}
-    parts |= {(differs, min(_BLOCK_BYTES, size - differs))} if differs is not None else set()
+    samples = {
+        (last * number // (_BLOCKS - 1), min(_BLOCK_BYTES, size)) for number in range(_BLOCKS)
+    }
+    samples |= {(offset, min(length, _TENSOR_BYTES)) for offset, length in places}
+    if differs is not None:
+        samples.add((differs, min(_BLOCK_BYTES, size - differs)))
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
-        for at, length in sorted(parts):
-            stream.seek(at)
+        for offset, length in sorted(samples):
+            stream.seek(offset)
             digest.update(stream.read(max(length, 0)))
     return digest.hexdigest()[:32]
 
@@ -316,20 +342,23 @@ def _layout(places: list[Place]) -> str:
 
 
 def _first_difference(first_path: Path, second_path: Path) -> int | None:
-    """Return the offset of the first block that differs between a file and the start of another; None without one."""
+    """Return the offset of the first block in which a file differs from the start of another; None if equal."""
     with first_path.open("rb") as first, second_path.open("rb") as second:
-        at = 0
+        position = 0
         while chunk := first.read(CHUNK_BYTES):
-            opposite = second.read(len(chunk))
-            if chunk != opposite:
-                bounds = [*range(0, len(chunk), _BLOCK_BYTES), len(chunk)]
-                same = (chunk[start:end] == opposite[start:end] for start, end in pairwise(bounds))
-                return at + _BLOCK_BYTES * list(same).index(False)
-            at += len(chunk)
+            counterpart = second.read(len(chunk))
+            if chunk != counterpart:
+                start = 0
+                while (
+                    chunk[start : start + _BLOCK_BYTES] == counterpart[start : start + _BLOCK_BYTES]
+                ):
+                    start += _BLOCK_BYTES
+                return position + start
+            position += len(chunk)
     return None
 
 
 def sha256_of(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Files that other programs write: into a work folder, from which they are moved to their places together."""
+"""Models that other libraries write, into a work folder: then all files are renamed together."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def written_whole(
     metadata: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     replaces: Callable[[Path], bool] = lambda _: False,
 ) -> Iterator[Path]:
-    """Provide a path to write a model and its data files; on success, they are moved to their places.
+    """Provide a path to write a model and its data files; on success, they replace the files at ``path``.
 
-    The model gets a description of its data files. If ``path`` is a symbolic link, the model
-    replaces the target of the link, and the data files are beside the link, as with
-    ``torch.onnx.export``. If it is a device or a pipe, all weights are in the model; a FileError if
-    they are more than an ONNX file can hold.
+    A description of the data files is added to the model. If ``path`` is a symbolic link, the model
+    replaces the target of the link, and the data files are written beside the link, as with
+    ``torch.onnx.export``. If it is a device or a pipe, the model contains all weights; a FileError
+    if they exceed the size of an ONNX file.
 
-    A data file gets another name if something is in its place that has no data of the model which
-    is replaced. Other files beside the model replace one that exists only if ``replaces`` returns
-    true for it. If it has the same contents, it stays; otherwise it is a FileError, and nothing is
-    replaced.
+    A data file is renamed if a file of its name exists that has no data of the replaced model. Any
+    other file beside the model replaces an existing file only if ``replaces`` returns true for it,
+    and is dropped if the existing file has the same contents; otherwise it is a FileError, and
+    nothing is replaced.
 
-    ``metadata`` has that of initializers by name: onnx_ir writes none for those in data files. A
-    model with data files that is not valid is an InputError, and no file is written.
+    ``metadata``: name of an initializer → its metadata, which onnx_ir does not write for external
+    tensors. An invalid model with data files is an InputError, and no file is written.
     """
     target = Path(path)
     check_kind_of_target(target)
@@ -72,7 +72,7 @@ def written_whole(
             return
         try:
             _place(work, new, target, metadata, replaces)
-        except FileExistsError:  # another process has just taken the name of a data file
+        except FileExistsError:  # another process created a file of that name meanwhile
             _place(work, new, target, metadata, replaces, serial=True)
 
 
@@ -85,82 +85,88 @@ def _place(
     *,
     serial: bool = False,
 ) -> None:
-    """Move a model and what lies beside it to their places; ``serial``: no data file keeps its name."""
+    """Rename a model and the files beside it to their targets; ``serial``: give each data file a new name."""
     beside = sorted(file for file in work.new.iterdir() if file != new)
     if not beside:
         work.commit([Move(new, target)], lambda: obsolete_files(target, set()))
         return
-    # Not `read_model`, which judges models: torch leaves the weights out with
-    # ``export_params=False``.
+    # `read_model` would refuse a model without weights, as torch writes it with
+    # ``export_params=False``
     proto = onnx.load(new, load_external_data=False)
     tensors = _external_tensors(proto)
-    owned = replaceable_data(target)
+    is_replaceable = replaceable_data(target)
     data: dict[str, Move] = {}
     others: list[Move] = []
     is_changed = False
     for file in beside:
-        place = target.with_name(file.name)
+        existing = target.with_name(file.name)
         if file.name not in tensors:
-            others += _move_beside(file, place, target, replaces)
+            others += _move_beside(file, existing, target, replaces)
             continue
-        if serial or not owned(place):
-            file, is_changed = _renamed(tensors[file.name], file, with_serial(target)), True
+        if serial or not is_replaceable(existing):
+            file = _renamed(tensors[file.name], file, with_serial(target))
+            is_changed = True
             if not serial:
                 _log.warning(
-                    "%s is there, and has no data of %s: its data are in %s",
-                    place,
+                    "%s exists and has no data of %s: the data is written to %s",
+                    existing,
                     target.name,
                     file.name,
                 )
-        data[file.name] = Move(file, target.with_name(file.name), like=target, may_replace=owned)
+        data_target = target.with_name(file.name)
+        data[file.name] = Move(file, data_target, like=target, may_replace=is_replaceable)
     _note(new, proto, data, metadata, is_changed=is_changed)
-    places = {move.target.resolve() for move in data.values()}
+    needed = {move.target.resolve() for move in data.values()}
     moves = [*data.values(), *others]
-    work.commit(in_safe_order(Move(new, target), moves), lambda: obsolete_files(target, places))
+    work.commit(in_safe_order(Move(new, target), moves), lambda: obsolete_files(target, needed))
 
 
 def _move_beside(
-    file: Path, place: Path, model: Path, replaces: Callable[[Path], bool]
+    file: Path, target: Path, model: Path, replaces: Callable[[Path], bool]
 ) -> list[Move]:
-    """The move of a file that is none of the data; none if the file is there with the same contents."""
-    if is_plain_file(place) and filecmp.cmp(file, place, shallow=False):
+    """Return the rename of a file without weights; empty if the target has the same contents."""
+    if is_plain_file(target) and filecmp.cmp(file, target, shallow=False):
         return []
-    if os.path.lexists(place) and not replaces(place):
+    if os.path.lexists(target) and not replaces(target):
         raise FileError(
-            place, f"is there, and belongs to no export of {model.name}; export into another folder"
+            target,
+            f"exists, and was not written by an export of {model.name}; export into another folder",
         )
-    return [Move(file, place, like=model, may_replace=replaces)]
+    return [Move(file, target, like=model, may_replace=replaces)]
 
 
-def _renamed(tensors: Iterable[onnx.TensorProto], file: Path, place: Path) -> Path:
-    """Give a data file another name, in the work folder and in the tensors of the model that are in it."""
+def _renamed(tensors: Iterable[onnx.TensorProto], file: Path, new_name: Path) -> Path:
+    """Rename a data file in the work folder, and in the tensors that refer to it."""
     for tensor in tensors:
         for entry in tensor.external_data:
             if entry.key == "location":
-                entry.value = place.name
-    return file.rename(file.with_name(place.name))
+                entry.value = new_name.name
+    return file.rename(file.with_name(new_name.name))
 
 
 def _external_tensors(proto: onnx.ModelProto) -> dict[str, list[onnx.TensorProto]]:
-    """The tensors of a model in each data file, by the name of the file."""
-    found: dict[str, list[onnx.TensorProto]] = {}
+    """Return the external tensors of a model: name of a data file → its tensors."""
+    by_location: dict[str, list[onnx.TensorProto]] = {}
     for graph in graph_protos(proto.graph):
-        attributes = (attribute for node in graph.node for attribute in node.attribute)
-        for tensor in (
-            *graph.initializer,
-            *(attribute.t for attribute in attributes if attribute.HasField("t")),
-        ):
+        tensors = list(graph.initializer)
+        for node in graph.node:
+            tensors += [attribute.t for attribute in node.attribute if attribute.HasField("t")]
+        for tensor in tensors:
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                location = next(
-                    (entry.value for entry in tensor.external_data if entry.key == "location"), ""
-                )
-                found.setdefault(location, []).append(tensor)
-    return found
+                by_location.setdefault(_location(tensor), []).append(tensor)
+    return by_location
+
+
+def _location(tensor: onnx.TensorProto) -> str:
+    for entry in tensor.external_data:
+        if entry.key == "location":
+            return str(entry.value)
+    return ""
 
 
 @contextlib.contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Provide a path to write a model to and to read it from; of a device, a temporary one, copied at the end."""
+    """Provide a path to write a model to and read it from: for a device, a file that is copied at the end."""
     target = Path(path)
     check_kind_of_target(target)
     if not is_special(target):
@@ -176,34 +182,37 @@ def _note(
     file: Path,
     proto: onnx.ModelProto,
     data: Mapping[str, Move],
-    about: Mapping[str, Mapping[str, str]],
+    metadata: Mapping[str, Mapping[str, str]],
     *,
     is_changed: bool,
 ) -> None:
-    """Write the descriptions of its data files, by name, into the file of a model; ``is_changed``: and the model."""
+    """Add descriptions of the data files, and metadata of initializers, to the file of a model.
+
+    ``data``: name of a data file → its rename. ``is_changed``: ``proto`` differs from the file, so
+    that all of it is written again.
+    """
     model = deserialized(proto)
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot in slots(model):
         if isinstance(slot.tensor, ir.ExternalTensor):
             tensors.setdefault(os.fspath(slot.tensor.location), []).append(slot.tensor)
     notes: dict[str, Mapping[str, Any]] = {
-        name: describe_own(data[name].new, places_of(stored), data[name].target)
-        for name, stored in tensors.items()
+        name: describe_own(data[name].new, places_of(external), data[name].target)
+        for name, external in tensors.items()
         if name in data
     }
-    metadata: dict[str, str] = {}
-    put_notes(metadata, notes)
-    entries = [onnx.StringStringEntryProto(key=key, value=value) for key, value in metadata.items()]
-    missing = [
-        each for each in proto.graph.initializer if each.name in about and not each.metadata_props
-    ]
-    for each in missing:
-        onnx.helper.set_metadata_props(each, dict(about[each.name]))
-    if is_protobuf(file) and tags.DATA not in model.metadata_props and not (missing or is_changed):
-        with file.open("ab") as stream:  # protobuf merges messages that follow each other
+    added: dict[str, str] = {}
+    put_notes(added, notes)
+    entries = [onnx.StringStringEntryProto(key=key, value=value) for key, value in added.items()]
+    for initializer in proto.graph.initializer:
+        if initializer.name in metadata and not initializer.metadata_props:
+            onnx.helper.set_metadata_props(initializer, dict(metadata[initializer.name]))
+            is_changed = True
+    if is_protobuf(file) and tags.DATA not in model.metadata_props and not is_changed:
+        with file.open("ab") as stream:  # protobuf merges concatenated messages
             stream.write(onnx.ModelProto(metadata_props=entries).SerializeToString())
         return
-    kept = [each for each in proto.metadata_props if each.key != tags.DATA]
+    kept = [entry for entry in proto.metadata_props if entry.key != tags.DATA]
     del proto.metadata_props[:]
     proto.metadata_props.extend([*kept, *entries])
     onnx.save(proto, file)

@@ -26,15 +26,18 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-CHUNK_BYTES = 1 << 20  # of a file, read at a time: larger chunks are no faster
+CHUNK_BYTES = 1 << 20  # read from a file at a time: larger chunks are not faster
 
 _FOREIGN_LOCK_SECONDS = 24 * 3600
-"""Where files cannot be locked, a lock file of this age was left by a process that was killed."""
+"""A lock file of this age is from a killed process, on a file system without locks: no export takes a day."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a file and its contents: file system, inode, size in bytes, and modification time in ns."""
+    """The identity of a file and its contents: file system, inode, size in bytes, and modification time in ns.
+
+    Two equal identities are the same file, which was not written to in between.
+    """
 
     device: int
     number: int
@@ -43,7 +46,7 @@ class Identity:
 
     @classmethod
     def of(cls, state: os.stat_result) -> Identity:
-        """Return the identity of an open file, or of a file or folder; without size and time for a folder."""
+        """Return the identity that a status describes; without size and time for a folder."""
         if stat.S_ISDIR(state.st_mode):
             return cls(state.st_dev, state.st_ino, 0, 0)
         return cls(state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
@@ -63,10 +66,10 @@ def removes_open_files() -> bool:
 
 
 class Lock:
-    """A lock of a file or folder that one process holds, and that is released when the process ends in any way.
+    """An exclusive lock of a file or folder; the operating system releases it when the process ends.
 
-    A child process that is forked meanwhile inherits the descriptor, and with it the lock: the
-    child closes its own, and `release` unlocks the file itself, for children that could not.
+    A forked child process inherits the descriptor, and with it the lock: the child closes its own
+    descriptor, and `release` unlocks the file itself, in case a child could not.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -75,7 +78,7 @@ class Lock:
 
     @classmethod
     def new(cls, path: Path) -> Lock | None:
-        """Create and hold a lock file; None if another process removed it or its folder at the same time."""
+        """Create and lock a lock file; None if another process removed it or its folder at the same time."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         except FileNotFoundError:
@@ -84,9 +87,9 @@ class Lock:
 
     @classmethod
     def left(cls, path: Path) -> Lock | None:
-        """Take the lock of a process that has ended; None if there is no lock, or its process still runs."""
+        """Acquire the lock of a process that has ended; None if there is no lock, or its process still runs."""
         try:
-            if fcntl is None:  # a process that has it open keeps it
+            if fcntl is None:  # on Windows, a file cannot be removed while a process has it open
                 path.unlink()
                 return cls.new(path)
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -120,7 +123,7 @@ class Lock:
 
     @classmethod
     def waited_for(cls, folder: Path) -> Lock | None:
-        """Wait until no other process and no other thread holds the lock of a folder; None where there are no locks."""
+        """Acquire the lock of a folder, and wait for other processes and threads; None on Windows or an error."""
         if fcntl is None:
             return None
         try:
@@ -139,7 +142,7 @@ class Lock:
         self.forget()
 
     def forget(self) -> None:
-        """Close the descriptor of this process; the lock is that of the process that forked this one."""
+        """Close the descriptor of this process only: the lock belongs to the process that forked it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -156,10 +159,10 @@ def _forget_locks() -> None:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process and no other thread is in such a block for this folder.
+    """Serialize ``with`` blocks for a folder across processes and threads.
 
-    The folder itself is locked, so that no file is left. On Windows, and on file systems without
-    locks, nobody waits.
+    The folder itself is locked, so that no lock file remains. On Windows and on file systems
+    without locks, blocks are not serialized.
     """
     lock = Lock.waited_for(folder)
     try:
@@ -170,20 +173,21 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def check_kind_of_target(path: Path) -> None:
-    """Refuse to write where something is that is neither a file nor written to like one: nothing takes its place.
+    """Refuse a path that cannot be written like a file.
 
     A `FolderTargetError` for a folder, a `TargetError` for a socket and for a block device, whose
-    contents would be overwritten. Links are followed. What is written to: `is_special`.
+    contents would be overwritten. Links are followed. Other devices and pipes are written to
+    (`is_special`).
     """
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
-        # it does not exist, or cannot: the error of writing it is clearer
+        # it does not exist or is not a valid path: the error of writing it is clearer
         return
     if stat.S_ISDIR(mode):
         raise FolderTargetError(path, "is a folder; name a file in it")
     if stat.S_ISSOCK(mode):
-        raise TargetError(path, "is a socket, which cannot be written like a file; name a file")
+        raise TargetError(path, "is a socket, which cannot be written as a file; name a file")
     if stat.S_ISBLK(mode):
         raise TargetError(
             path, "is a block device, whose contents would be overwritten; name a file"
@@ -191,7 +195,7 @@ def check_kind_of_target(path: Path) -> None:
 
 
 def opened_plain(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Open a file that somebody else named, for reading; an `OSError` if it is a pipe or a device, without waiting."""
+    """Open a file from an untrusted path for reading; an `OSError` for a pipe or a device, without blocking."""
     descriptor = os.open(
         path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     )
@@ -199,12 +203,12 @@ def opened_plain(path: str | os.PathLike[str]) -> IO[bytes]:
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(number, "it is no plain file", os.fspath(path))
+        raise OSError(number, "it is not a regular file", os.fspath(path))
     return os.fdopen(descriptor, "rb")
 
 
 def is_plain_file(path: Path) -> bool:
-    """Return whether there is a file itself at a path: no link, folder, pipe or device."""
+    """Return whether a path is a regular file: no link, folder, pipe or device."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except (OSError, ValueError):
@@ -212,7 +216,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 def is_special(path: Path) -> bool:
-    """Return whether a path is a device, a pipe or a socket, which is written to and never replaced."""
+    """Return whether a path is a device, a pipe or a socket, which is written to in place of being replaced."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):
@@ -221,7 +225,7 @@ def is_special(path: Path) -> bool:
 
 
 def is_read_only(path: Path) -> bool:
-    """Return whether a file is there that nobody may write: by its mode, or its attribute on Windows."""
+    """Return whether a file exists that is write-protected by its mode, or by its attribute on Windows."""
     try:
         return not path.stat().st_mode & 0o222 and not os.access(path, os.W_OK)
     except (OSError, ValueError):
@@ -229,13 +233,13 @@ def is_read_only(path: Path) -> bool:
 
 
 def make_work_folder(path: Path) -> None:
-    """Make a folder that only this user can enter; on Windows, files would take that along when they are renamed."""
+    """Create a folder that only this user can enter; not on Windows, where renamed files keep its permissions."""
     path.mkdir(0o700 if fcntl is not None else 0o777)
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Provide a folder, removed at the end; on Windows, what is still open or mapped in it is left."""
+    """Provide a folder that is removed at the end; on Windows, files that are open or mapped remain."""
     with tempfile.TemporaryDirectory(prefix="htp_export_", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
@@ -243,10 +247,10 @@ def temporary_folder() -> Iterator[Path]:
 def place_new(new: Path, target: Path) -> None:
     """Rename a file to a name that does not exist; a `FileExistsError` if it does."""
     try:
-        os.link(new, target)  # renaming replaces what is there, but for Windows
+        os.link(new, target)  # a rename would replace an existing file, except on Windows
     except FileExistsError:
         raise
-    except OSError:  # no file system has to have links
+    except OSError:  # a file system without hard links
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "File exists", os.fspath(target)) from None
         os.replace(new, target)  # noqa: PTH105 - as below
@@ -255,7 +259,7 @@ def place_new(new: Path, target: Path) -> None:
 
 
 def keep_owner_and_mode(new: Path, old: os.stat_result) -> None:
-    """Give a new file the owner, group and mode of the file that it replaces, as far as the process may."""
+    """Copy the owner, group and mode of a replaced file to the new file, as far as the process may."""
     mode = stat.S_IMODE(old.st_mode)
     if hasattr(os, "chown"):
         now = new.stat()
@@ -265,7 +269,7 @@ def keep_owner_and_mode(new: Path, old: os.stat_result) -> None:
             except OSError:
                 try:
                     os.chown(new, -1, old.st_gid)
-                except OSError:  # another group than before may do what everybody may
+                except OSError:  # the group changes: it gets the permissions of all users only
                     mode = mode & ~0o070 | (mode & 0o007) << 3
     with contextlib.suppress(OSError):  # file systems without modes
         new.chmod(mode)
@@ -278,7 +282,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to disk; does nothing on Windows."""
+    """Flush the entries of a folder to disk; does nothing on Windows."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -288,7 +292,7 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Remove a file, and return whether it could be removed: not on Windows while it is open or mapped."""
+    """Remove a file, and return whether this succeeded: on Windows, not while it is open or mapped."""
     try:
         path.unlink(missing_ok=True)
     except OSError:
@@ -297,7 +301,7 @@ def remove(path: Path) -> bool:
 
 
 def why_not_writable(folder: Path) -> OSError | None:
-    """Return the error of creating a file in a folder; None if it can be created."""
+    """Return the error that creating a file in a folder would raise; None if it can be created."""
     try:
         if not folder.is_dir():
             return FileNotFoundError(errno.ENOENT, "its folder does not exist", os.fspath(folder))

@@ -1,4 +1,4 @@
-"""Folders that are written: checked, made, filled, and replaced. What lies in them and is of others stays."""
+"""Folders as outputs: checked, created, filled and replaced. Files of other origin are never removed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from htp_export.files.write_file import (
 
 
 def check_folder(folder: Path, what: str, is_ours: Callable[[str], bool]) -> None:
-    """Refuse a folder that cannot be written, or that holds other files than an earlier one of its kind.
+    """Refuse a folder that cannot be written, or that contains files of other origin.
 
-    ``what`` it is to hold: ``"a partition"``; ``is_ours``: whether a file of such a folder has this
-    path in it.
+    ``what`` describes the contents, such as ``"a partition"``; ``is_ours`` returns whether a
+    relative path is a file of such a folder.
     """
     _check_is_folder(folder, what)
     _check_files(folder, what, is_ours)
@@ -33,10 +33,10 @@ def check_folder(folder: Path, what: str, is_ours: Callable[[str], bool]) -> Non
 
 
 def check_whole_folder(folder: Path, what: str, earlier: Collection[str]) -> None:
-    """Refuse a folder that `whole_folder` cannot write: it would not be able to, or would remove what is of others.
+    """Refuse a folder that `whole_folder` cannot replace, or that contains files of other origin.
 
-    ``what`` it is to hold: ``"a partition"``; ``earlier``: the files of an earlier one, by their
-    paths in the folder.
+    ``what`` describes the contents, such as ``"a partition"``; ``earlier``: the relative paths of
+    the files that an earlier run wrote.
     """
     _check_is_folder(folder, what)
     if is_filled(folder):
@@ -46,7 +46,7 @@ def check_whole_folder(folder: Path, what: str, earlier: Collection[str]) -> Non
     if not folder.is_dir():
         return
     _check_files(folder, what, earlier.__contains__)
-    foreign = foreign_entry(folder, earlier)  # an empty folder, or what is mounted
+    foreign = foreign_entry(folder, earlier)  # an empty folder, or a mounted file system
     if foreign is not None:
         raise _foreign(folder, foreign, what)
     if os.path.ismount(folder):
@@ -64,65 +64,65 @@ def _check_is_folder(folder: Path, what: str) -> None:
 
 
 def _check_files(folder: Path, what: str, is_ours: Callable[[str], bool]) -> None:
-    for name in _files_in(folder):  # one by one: the folder may be a large one of somebody else's
+    for name in _files_in(folder):  # a generator: a folder of other origin may be large
         if not is_ours(name):
             raise _foreign(folder, name, what)
 
 
 def _foreign(folder: Path, name: str, what: str) -> FileError:
     return FileError(
-        folder, f"holds {name!r}, which is not of {what}; name an empty or a new folder"
+        folder, f"contains {name!r}, which does not belong to {what}; name an empty or a new folder"
     )
 
 
-def _check_writable(folder: Path, place: Path) -> None:
-    """Refuse a folder if nothing can be written into the place, or into the nearest folder above it that exists."""
-    place = place.absolute()
-    existing = next(each for each in (place, *place.parents) if each.exists())
+def _check_writable(folder: Path, parent: Path) -> None:
+    """Refuse a folder if no file can be created in ``parent``, or in its nearest ancestor that exists."""
+    parent = parent.absolute()
+    existing = next(path for path in (parent, *parent.parents) if path.exists())
     error = why_not_writable(existing)
     if error is not None:
         raise FileError(folder, f"cannot be written: {error.strerror}: {existing}") from error
 
 
 def is_filled(folder: Path) -> bool:
-    """Whether `whole_folder` fills a folder, which exists and has no files, in place of replacing it."""
+    """Return whether `whole_folder` fills a folder instead of replacing it: it exists and has no files."""
     return folder.is_dir() and next(_files_in(folder), None) is None
 
 
 def _files_in(folder: Path) -> Iterator[str]:
-    """The paths of files, links, pipes and devices in a folder."""
-    for inside, folders, files in os.walk(folder):
-        if Path(inside) == folder:  # another process writes into it, or was killed there
+    """Yield the relative paths of files, links, pipes and devices in a folder."""
+    for parent, folders, files in os.walk(folder):
+        # work folders are those of another process, which still writes or was killed
+        if Path(parent) == folder:
             folders[:] = [name for name in folders if not is_work_folder(name)]
-        linked = (name for name in folders if Path(inside, name).is_symlink())
-        for name in (*sorted(files), *linked):
-            yield Path(inside, name).relative_to(folder).as_posix()
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        for name in (*sorted(files), *links):
+            yield Path(parent, name).relative_to(folder).as_posix()
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder, and those above it, for a ``with`` block.
+    """Create a folder and its missing ancestors for a ``with`` block.
 
-    If the block fails and the folder was made, the files that were put into it are removed, and it
-    and those above it if nobody else has put anything into them. One that existed keeps all of its
-    files.
+    If the block fails and the folder is new, the files that were renamed into it are removed, and
+    then the new folders that are empty. A folder that existed keeps all of its files.
     """
     is_new = not folder.exists()
-    with _made(folder), removed_on_failure(folder) if is_new else contextlib.nullcontext():
+    with _created(folder), removed_on_failure(folder) if is_new else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Make a folder, and those above it; those that are empty are removed again if the ``with`` block fails."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+def _created(folder: Path) -> Iterator[None]:
+    """Create a folder and its missing ancestors; if the ``with`` block fails, the empty ones are removed."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        for each in missing:
-            with contextlib.suppress(OSError):  # it is not empty, or was not made
-                each.rmdir()
+        for path in missing:
+            with contextlib.suppress(OSError):  # it is not empty, or was not created
+                path.rmdir()
         raise
 
 
@@ -130,16 +130,16 @@ def _made(folder: Path) -> Iterator[None]:
 def whole_folder(
     folder: Path, earlier: Callable[[Path], Collection[str]], last: str
 ) -> Iterator[Path]:
-    """Provide a folder to write, which then comes into its place: whole, or not at all.
+    """Provide a temporary folder to write to, which then replaces ``folder``: completely or not at all.
 
-    A folder with files of an earlier one is replaced. One without files, which may be mounted,
-    stays and is filled. An `OSError` if that is not possible; nothing has changed then.
+    A folder with files of an earlier run is replaced. A folder without files, which may be a mount
+    point, is filled. An `OSError` if this is not possible; then nothing has changed.
 
     Args:
-        folder: The place.
-        earlier: Returns which files of a folder, by their paths in it, are those of an earlier one.
-        last: The path in the folder of the file that comes last if it is filled, because it names
-            the others.
+        folder: The target.
+        earlier: Returns the relative paths of the files in a folder that an earlier run wrote.
+        last: The relative path of the file that is renamed last if the folder is filled, because it
+            refers to the other files.
     """
     fills = is_filled(folder)
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def whole_folder(
 def _fill(work: WorkFolder, new: Path, folder: Path, last: str) -> None:
     names = sorted(path.relative_to(new).as_posix() for path in new.rglob("*") if not path.is_dir())
     names.sort(key=lambda name: name == last)
-    with contextlib.ExitStack() as until:
+    with contextlib.ExitStack() as new_folders:
         for name in names:
-            until.enter_context(_made((folder / name).parent))
+            new_folders.enter_context(_created((folder / name).parent))
         work.commit([Move(new / name, folder / name, free=True) for name in names])

@@ -1,7 +1,6 @@
-"""The places of tensors in a model, and weights that stay in their ONNX file until their values are used.
+"""Weights that stay in their ONNX file until their values are used, and iteration over the tensors of a model.
 
-What else a tensor says, in whatever node, subgraph or function, protobuf reads and writes
-(`protobuf_bytes`).
+Only the values stay in the file; protobuf reads and writes everything else (`protobuf_bytes`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,10 @@ from htp_export.files.protobuf_bytes import (
 
 @dataclass(frozen=True)
 class Slot:
-    """A place of a tensor in a model, and a function that replaces the tensor."""
+    """A tensor of a model, and a function that replaces it there by another tensor.
+
+    ``initializer``: whether it is an initializer, and not a node attribute.
+    """
 
     tensor: ir.TensorProtocol
     put: Callable[[ir.TensorProtocol], None]
@@ -42,7 +44,7 @@ class Slot:
 
     @property
     def external(self) -> bool:
-        """Whether the tensor is in a data file."""
+        """Whether the values of the tensor are in a data file."""
         return isinstance(self.tensor, ir.ExternalTensor)
 
     @property
@@ -51,8 +53,8 @@ class Slot:
         return self.tensor.path if isinstance(self.tensor, ir.ExternalTensor) else ""
 
 
-def about(tensor: ir.TensorProtocol) -> dict[str, Any]:
-    """What a tensor says besides its type and values, as arguments for another one."""
+def descriptive_fields(tensor: ir.TensorProtocol) -> dict[str, Any]:
+    """Return the name, documentation and metadata of a tensor, as keyword arguments for a copy of it."""
     return {
         "name": tensor.name or "",
         "doc_string": tensor.doc_string,
@@ -62,48 +64,47 @@ def about(tensor: ir.TensorProtocol) -> dict[str, Any]:
 
 def slots(model: ir.Model) -> Iterator[Slot]:
     """Iterate over the tensors of a model: initializers of all graphs, and tensors in node attributes."""
-    graphs = [
-        *model.graphs(),
-        *(graph for function in model.functions.values() for graph in function.subgraphs()),
-    ]
+    functions = list(model.functions.values())
+    graphs = list(model.graphs())
+    for function in functions:
+        graphs += function.subgraphs()
     for graph in graphs:
         for value in graph.initializers.values():
             if value.const_value is not None:
-                yield Slot(
-                    value.const_value, functools.partial(setattr, value, "const_value"), True
-                )
-    for nodes in (
-        model.graph.all_nodes(),
-        *(function.all_nodes() for function in model.functions.values()),
-    ):
-        for node in nodes:
-            for attribute in list(node.attributes.values()):
-                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-                    yield Slot(
-                        attribute.as_tensor(), _attribute_setter(node, attribute.name), False
-                    )
+                put = functools.partial(setattr, value, "const_value")
+                yield Slot(value.const_value, put, True)
+    owners: list[ir.Graph | ir.Function] = [model.graph, *functions]
+    for owner in owners:
+        for node in owner.all_nodes():
+            yield from _attribute_slots(node)
+
+
+def _attribute_slots(node: ir.Node) -> Iterator[Slot]:
+    for attribute in list(node.attributes.values()):
+        if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+            yield Slot(attribute.as_tensor(), _attribute_setter(node, attribute.name), False)
 
 
 def _attribute_setter(node: ir.Node, name: str) -> Callable[[ir.TensorProtocol], None]:
-    first = node.attributes[name]
+    original = node.attributes[name]
 
     def put(tensor: ir.TensorProtocol) -> None:
-        same = tensor is first.value
-        node.attributes[name] = (
-            first if same else ir.AttrTensor(name, tensor, doc_string=first.doc_string)
-        )
+        attribute = original
+        if tensor is not original.value:
+            attribute = ir.AttrTensor(name, tensor, doc_string=original.doc_string)
+        node.attributes[name] = attribute
 
     return put
 
 
 _MESSAGE_BYTES = (1 << 31) - 1
-"""Protobuf reads no more."""
+"""Protobuf does not read larger messages."""
 
 _STANDARD = frozenset(("dims", "data_type", "name", "doc_string", "metadata_props", "raw_data"))
 
 
 class _OpenFile:
-    """A file that is kept open, so that it can be read after it was replaced or deleted."""
+    """A file that stays open, so that it can be read after it was replaced or deleted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,24 +120,24 @@ class _OpenFile:
         if (state.st_size, state.st_mtime_ns) != (self.size, self._written):
             raise FileError(
                 self.path,
-                "was written over after it was read, and its weights are gone; load it again",
+                "was overwritten after it was read, and its weights are lost; load it again",
             )
         done = 0
         try:
             while done < len(into):
                 count = os.preadv(self.number, [into[done : done + (1 << 30)]], offset + done)
                 if count == 0:
-                    raise OSError("it ends too soon")
+                    raise OSError("unexpected end of file")
                 done += count
         except OSError as error:
             raise FileError.unreadable(self.path, error) from error
 
 
 class FileTensor(ir.TensorProtoTensor):
-    """A tensor whose values are in an ONNX file, and are read each time they are used.
+    """A tensor whose values stay in an ONNX file, and are read each time they are used.
 
-    While an array of the values is in use, further requests return the same memory. The header is
-    the tensor without its values; these begin at ``offset`` of the file and end before ``end``.
+    While an array of the values is in use, further reads return the same memory. ``header`` is the
+    tensor without its values, which are the bytes from ``offset`` to ``end`` of the file.
     """
 
     __slots__ = ("_array", "_file", "_length", "_offset")
@@ -147,54 +148,54 @@ class FileTensor(ir.TensorProtoTensor):
         self._array: weakref.ref[np.ndarray[Any, Any]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ir.TensorProtoTensor, (self.raw,)  # another process has not this file open
+        return ir.TensorProtoTensor, (self.raw,)  # the file is not open in another process
 
     def __repr__(self) -> str:
         return f"{self._repr_base()}(name={self.name!r}, file={os.fspath(self._file.path)!r}, offset={self._offset})"
 
     @property
     def header(self) -> onnx.TensorProto:
-        """Everything but the values."""
+        """The protobuf message of the tensor without its values."""
         return self._proto
 
     @property
     def raw(self) -> onnx.TensorProto:
-        """The tensor with its values as a protobuf message; a copy."""
+        """A protobuf message of the tensor with its values; a copy."""
         whole = onnx.TensorProto(raw_data=self.tobytes())
         whole.MergeFrom(self._proto)
         return whole
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return the values; read-only, like those of every tensor from a file."""
-        if self.dtype.bitwidth < 8:  # several in a byte
+        """Return the values as a read-only array."""
+        if self.dtype.bitwidth < 8:  # a byte contains several values
             return ir.TensorProtoTensor(self.raw).numpy()
         plain = self.dtype.numpy().newbyteorder("<")
         return self._bytes().view(plain).reshape(tuple(self.shape.numpy()))
 
     def tobytes(self) -> bytes:
-        """The values as they are in the file."""
+        """Return the bytes of the values in the file."""
         return self._bytes().tobytes()
 
     def tofile(self, file: IO[bytes]) -> None:
-        """Copy the values to another file, a part at a time."""
+        """Copy the values to another file in chunks."""
         buffer = memoryview(bytearray(min(CHUNK_BYTES, self._length)))
         for start in range(0, self._length, CHUNK_BYTES):
-            part = buffer[: min(CHUNK_BYTES, self._length - start)]
-            self._file.read(self._offset + start, part)
-            file.write(part)
+            chunk = buffer[: min(CHUNK_BYTES, self._length - start)]
+            self._file.read(self._offset + start, chunk)
+            file.write(chunk)
 
     def _bytes(self) -> np.ndarray[Any, Any]:
-        held = self._array() if self._array is not None else None
-        if held is None:
-            held = np.empty(self._length, np.uint8)
-            self._file.read(self._offset, held.data)
-            held.flags.writeable = False
-            self._array = weakref.ref(held)
-        return held
+        array = self._array() if self._array is not None else None
+        if array is None:
+            array = np.empty(self._length, np.uint8)
+            self._file.read(self._offset, array.data)
+            array.flags.writeable = False
+            self._array = weakref.ref(array)
+        return array
 
 
 def replace_with(tensor: ir.TensorProtocol, marks: Marks) -> ir.TensorProtocol | None:
-    """Return a copy of a tensor with a mark instead of its values; None for a tensor that protobuf can write."""
+    """Return a copy of a tensor with a mark instead of its values; None for a small, external or string tensor."""
     if (
         isinstance(tensor, ir.ExternalTensor)
         or tensor.dtype == ir.DataType.STRING
@@ -204,12 +205,12 @@ def replace_with(tensor: ir.TensorProtocol, marks: Marks) -> ir.TensorProtocol |
     if isinstance(tensor, ir.TensorProtoTensor):
         return _hollow(tensor, marks)
     mark = ir.tensor(np.frombuffer(marks.new(), np.uint8))
-    return ir.LazyTensor(
-        lambda: mark, tensor.dtype, ir.Shape(tensor.shape.numpy()), **about(tensor)
-    )
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.LazyTensor(lambda: mark, tensor.dtype, shape, **descriptive_fields(tensor))
 
 
 def _hollow(tensor: ir.TensorProtoTensor, marks: Marks) -> ir.TensorProtoTensor | None:
+    """Return a copy of a tensor with a mark as its ``raw_data``; None if its values are in another field."""
     if isinstance(tensor, FileTensor):
         header = onnx.TensorProto()
         header.CopyFrom(tensor.header)
@@ -217,14 +218,14 @@ def _hollow(tensor: ir.TensorProtoTensor, marks: Marks) -> ir.TensorProtoTensor 
         fields = {field.name: value for field, value in tensor.raw.ListFields()}
         if not fields.keys() <= _STANDARD or len(fields.pop("raw_data", b"")) != tensor.nbytes:
             return None
-        # no copy that is cleared: protobuf would keep the memory
+        # built from fields: after a copy and ClearField, protobuf would keep the memory
         header = onnx.TensorProto(**fields)
     header.raw_data = marks.new()
     return _tensor_of(header, tensor.metadata_props)
 
 
 def _tensor_of(message: onnx.TensorProto, metadata: Mapping[str, str]) -> ir.TensorProtoTensor:
-    """A tensor with some metadata, which is not in its message: onnx_ir writes both."""
+    """Return a tensor with metadata that is not in its message, because onnx_ir would write both."""
     del message.metadata_props[:]
     tensor = ir.TensorProtoTensor(message)
     tensor.metadata_props.update(metadata)
@@ -232,22 +233,25 @@ def _tensor_of(message: onnx.TensorProto, metadata: Mapping[str, str]) -> ir.Ten
 
 
 def viewed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """The same weights in another object; only small ones are copied, as they are written."""
+    """Return another tensor object with the same values; only the values of small tensors are copied."""
     if not isinstance(tensor, ir.serde.TensorProtoTensor):
         return copy.copy(tensor)
     if type(tensor) is ir.TensorProtoTensor and tensor.nbytes < LARGE_BYTES:
         message = onnx.TensorProto()
         message.CopyFrom(tensor.raw)
         return _tensor_of(message, tensor.metadata_props)
+    fields = descriptive_fields(tensor)
+    shape = ir.Shape(tensor.shape)
     if tensor.dtype == ir.DataType.STRING:
-        return ir.StringTensor(
-            list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), **about(tensor)
-        )
-    return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape), **about(tensor))
+        return ir.StringTensor(list(tensor.numpy().flat), shape=shape, **fields)
+    return ir.LazyTensor(lambda: tensor, tensor.dtype, shape, **fields)
 
 
 class HollowModel:
-    """The model of a file without its large weights, and the start and end of the values of each mark in the file."""
+    """The message of an ONNX file with marks instead of its large weights.
+
+    ``places``: the start and end in the file of the values of each mark, by its number.
+    """
 
     def __init__(
         self,
@@ -258,12 +262,12 @@ class HollowModel:
     ) -> None:
         self.proto = proto
         self._marks, self._file, self._places = marks, file, places
-        self._left = set(range(len(places)))
+        self._unused = set(range(len(places)))
 
     @property
     def is_whole(self) -> bool:
-        """Return whether `tensor` was called for every weight."""
-        return not self._left
+        """Whether `tensor` has returned every large weight of the file."""
+        return not self._unused
 
     def tensor(self, hollow: ir.TensorProtocol) -> ir.TensorProtocol | None:
         """Return the tensor of a mark; None for a tensor without a mark."""
@@ -272,38 +276,36 @@ class HollowModel:
         number = self._marks.number(hollow.raw.raw_data)
         if number is None:
             return None
-        self._left.discard(number)
+        self._unused.discard(number)
         header = onnx.TensorProto()
         header.CopyFrom(hollow.raw)
         header.ClearField("raw_data")
-        tensor = FileTensor(header, self._file, *self._places[number])
-        tensor.metadata_props.update(hollow.metadata_props)
         start, end = self._places[number]
-        if {
-            field.name for field, _ in header.ListFields()
-        } <= _STANDARD and tensor.nbytes == end - start:
+        tensor = FileTensor(header, self._file, start, end)
+        tensor.metadata_props.update(hollow.metadata_props)
+        fields = {field.name for field, _ in header.ListFields()}
+        if fields <= _STANDARD and tensor.nbytes == end - start:
             return tensor
-        # what it says of itself is not so; whoever uses it will see
+        # the message is inconsistent: keep it as it is, so that its consumers report the error
         return ir.TensorProtoTensor(tensor.raw)
 
 
 def read_hollow(path: Path) -> HollowModel | None:
-    """Read an ONNX file without its large weights; None for a small file, or one that is no plain file."""
-    # Windows, where no file that is open can be replaced, either
+    """Read an ONNX file without its large weights; None for a small file, for a pipe, and on Windows."""
+    # on Windows there is no preadv, and an open file could not be replaced
     if not hasattr(os, "preadv") or not path.is_file():
         return None
     file = _OpenFile(path)
     if file.size < LARGE_BYTES:
         return None
     marks = Marks()
-    proto, places = without_values(
-        memoryview(mmap.mmap(file.number, file.size, access=mmap.ACCESS_READ)), marks
-    )
+    mapped = mmap.mmap(file.number, file.size, access=mmap.ACCESS_READ)
+    proto, places = without_values(memoryview(mapped), marks)
     return HollowModel(proto, marks, file, places)
 
 
 class _Values:
-    """Placeholder for the bytes of a tensor in a message that is being written."""
+    """A placeholder for the bytes of a tensor in a message that is being written."""
 
     def __init__(self, tensor: ir.TensorProtocol) -> None:
         self._tensor = tensor
@@ -323,9 +325,9 @@ class _Values:
 def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
     """Write the values of a tensor in the layout of ``raw_data`` and external data."""
     if isinstance(tensor, ir.LazyTensor) and tensor.dtype.bitwidth >= 8:
-        # It may be a view, and numpy writes what is not contiguous one element at a time.
+        # numpy writes an array that is not contiguous, such as a view, one element at a time
         tensor = ir.Tensor(np.ascontiguousarray(tensor.numpy()), dtype=tensor.dtype)
-    # not in the protocol, but every tensor of onnx_ir and torch has it
+    # the protocol does not require this method, but all tensors of onnx_ir and torch have it
     if hasattr(tensor, "tofile"):
         tensor.tofile(stream)
     else:
@@ -335,11 +337,12 @@ def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
 def write_filled(
     proto: onnx.ModelProto, marks: Marks, tensors: Sequence[ir.TensorProtocol], stream: IO[bytes]
 ) -> None:
-    """Write a model, and in place of each mark the values of its tensor; a ValueError if it is too large."""
+    """Write a model with the values of its tensors in place of marks; a ValueError if it is too large."""
     pieces = with_values(proto, marks, [*map(_Values, tensors)])
-    if (size := total_size(pieces)) > _MESSAGE_BYTES:
+    size = total_size(pieces)
+    if size > _MESSAGE_BYTES:
         raise ValueError(
-            f"an ONNX file of {size} bytes is more than protobuf reads; give it external data"
+            f"an ONNX file of {size} bytes is too large for protobuf; write it with external data"
         )
     for piece in pieces:
         if isinstance(piece, _Values):

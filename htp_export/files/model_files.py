@@ -1,9 +1,9 @@
 """Read ONNX files without their weights, and write them completely or not at all.
 
 External data and large weights stay in their files until they are used, and are written one at a
-time (`stored`). Everything is written into a work folder beside its target and renamed
-(`replacing`), from a copy that shares the tensors: other threads can read the model meanwhile. What
-is not valid is not written (`written_check`).
+time (`lazy_tensor`). All files are written into a work folder beside the target and then renamed
+(`write_file`), from a copy that shares the tensors, so that other threads can read the model
+meanwhile. An invalid model is not written (`written_check`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from htp_export.files.data_plan import (
     shared_files,
 )
 from htp_export.files.filesystem import Identity, check_kind_of_target, is_special
-from htp_export.files.lazy_tensor import Slot, about, slots, write_filled
+from htp_export.files.lazy_tensor import Slot, descriptive_fields, slots, write_filled
 from htp_export.files.parsing import is_protobuf, parsed, parsed_or_none, put_in_order
 from htp_export.files.protobuf_bytes import Marks
 from htp_export.files.targets import check_target
@@ -43,19 +43,19 @@ from htp_export.format import tags
 from htp_export.process.forking import Mutex
 
 _LARGE_BYTES = 1_800_000_000
-"""Models with more in them get external data; protobuf refuses messages of 2 GiB."""
+"""Weights in memory above this size are written as external data: protobuf refuses messages of 2 GiB."""
 
 
 _ONE_AT_A_TIME = Mutex()
-"""Held while a model is written: one thread may replace the file from which another one copies weights."""
+"""Held while a model is written: a thread could replace the file from which another thread copies weights."""
 
 
 def read_model(path: str | os.PathLike[str]) -> ir.Model:
     """Read an ONNX file; external data and large weights stay in their files until their values are used.
 
-    Its extension says the format, as in ``onnx.load``. The file may be replaced or deleted
-    meanwhile, by `write_model` and whoever else renames, but not written over. A data file has to
-    be the one that is there now, inside the folder.
+    The extension determines the format, as in ``onnx.load``. Until then, the file may be replaced
+    or deleted, as `write_model` does, but not overwritten. Data files must be in the folder of the
+    model, and must not change.
     """
     file = Path(path)
     try:
@@ -67,16 +67,16 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
     except OSError as error:
         raise FileError.unreadable(file, error) from error
     except Exception as error:
-        # parsers of four formats raise whatever they like on bytes that are not theirs
+        # the parsers of four formats raise any error for a file of another format
         raise FileError(file, f"not an ONNX model: {first_line(error)}") from error
-    if model is None:  # what protobuf makes of an empty file, and of some that are not ONNX
+    if model is None:  # protobuf parses an empty file, and some files of other formats
         raise FileError(file, "not an ONNX model")
     _find_weights(model, file)
     return model
 
 
 def _find_weights(model: ir.Model, file: Path) -> None:
-    """Bind external tensors to their files, and check shared files against their descriptions."""
+    """Bind external tensors to their files, and check the files against their descriptions in the metadata."""
     data_files: dict[str, tuple[Path, str, DataFile]] = {}
     placed: dict[str, list[ir.ExternalTensor]] = {}
     for slot in list(slots(model)):
@@ -90,9 +90,10 @@ def _find_weights(model: ir.Model, file: Path) -> None:
             data_files[location] = (folder, name, DataFile(folder / name, file, shown))
         folder, name, data = data_files[location]
         shape = tensor.shape.numpy()
+        fields = descriptive_fields(tensor)
         slot.put(
             DataTensor(
-                name, tensor.offset, tensor.length, tensor.dtype, shape, about(tensor), data, folder
+                name, tensor.offset, tensor.length, tensor.dtype, shape, fields, data, folder
             )
         )
         placed.setdefault(location, []).append(tensor)
@@ -101,7 +102,7 @@ def _find_weights(model: ir.Model, file: Path) -> None:
 
 
 def places_of(tensors: Iterable[ir.ExternalTensor]) -> list[Place]:
-    """Return the places of tensors in a data file, for `data_notes`."""
+    """Return the offset and length of each tensor in its data file."""
     return [(tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors]
 
 
@@ -114,34 +115,34 @@ def write_model(
 ) -> None:
     """Write an ONNX file and its external data completely or not at all.
 
-    The file has its weights for itself. What is external is streamed into ``<name>.data`` beside
-    it, or, if there is such a file, into ``<name>.<serial>.data``, unless ``path`` is the file that
-    it belongs to. Weights in memory go into the file, unless together they are too large for one.
+    The model does not depend on files of other models. External weights are copied into
+    ``<name>.data`` beside ``path`` or, if this file exists, into ``<name>.<serial>.data``; they
+    stay in their file if that already belongs to the model at ``path``. Weights in memory are
+    written into the ONNX file, unless together they are too large for it.
 
     Args:
-        model: The model; left as it was, except that weights whose file is overwritten are read
-            from the new one, and that nodes that stand in no order in which they can run are put in
-            one.
-        path: The file to write; its extension says the format, as in ``onnx.save``. A symbolic link
-            is followed; a device or a pipe is written to, with all weights.
-        external_data: Name of a file beside ``path`` that takes all weights of more than 256 bytes;
-            True for a name that is chosen as above.
-        share_weights: Leave external weights where they are, in the file of another model in the
-            same folder. Its size and contents are written down, and a model whose weights were
-            changed meanwhile is not read any more.
+        model: The model. It is not changed, except that weights in a replaced file are then read
+            from the new file, and that nodes are sorted if they are not in topological order.
+        path: The file to write; its extension determines the format, as in ``onnx.save``. A
+            symbolic link is followed; a device or a pipe is written to, with all weights.
+        external_data: Name of a file beside ``path`` for all weights of more than 256 bytes; True
+            for a name that is chosen as above.
+        share_weights: Leave external weights in the data file of another model in the same folder.
+            A description of the data file is written, and a model whose shared weights were changed
+            afterwards is refused when it is read.
 
     Raises:
-        FileError: If either file cannot be written, external data cannot be read, weights in
-            another folder are to be shared, or the model is a graph for inspection; what was there
-            is untouched.
-        ResultError: If the model is not valid ONNX, and that of which it was made is
+        FileError: If a file cannot be written, external data cannot be read, weights in another
+            folder cannot be shared, or the model is a graph for inspection; existing files are
+            unchanged.
+        ResultError: If the model is not valid ONNX, although its source model is
             (`written_check`).
     """
     _write_model(model, Path(path), external_data, share_weights=share_weights, checked=True)
 
 
 def write_for_tool(model: ir.Model, path: str | os.PathLike[str]) -> None:
-    """Write a model that only a tool or a runtime reads, into a temporary folder; its validity is not checked."""
+    """Write a model to a temporary folder, for a tool or a runtime; its validity is not checked."""
     _write_model(model, Path(path), None, share_weights=False, checked=False)
 
 
@@ -153,34 +154,9 @@ def _write_model(
     share_weights: bool,
     checked: bool,
 ) -> None:
-    if way := model.metadata_props.get(tags.WAY):
-        raise FileError(
-            target,
-            f"is not written: this graph of torch's operators, by {way}, is for inspection only",
-        )
-    if isinstance(external_data, str) and (
-        Path(external_data).name != external_data or external_data == target.name
-    ):
-        raise FileError(
-            target,
-            f"external data goes into another file in the same folder, not {external_data!r}",
-        )
-    if external_data is not None and share_weights:
-        raise FileError(
-            target, "its weights are either written to external data or shared with another file"
-        )
-    check_target(target)
-    if is_special(target) and (isinstance(external_data, str) or share_weights):
-        raise FileError(target, "is no plain file; no weights can lie beside it")
-    if isinstance(external_data, str):
-        _check_data_target(real_path(target).with_name(external_data))
+    _check_request(model, target, external_data, share_weights=share_weights)
     with _ONE_AT_A_TIME.lock:
-        if any(
-            slot.external and Path(slot.path).resolve() == target.resolve() for slot in slots(model)
-        ):
-            raise FileError(
-                target, "holds the weights of this model; write the model under another name"
-            )
+        _check_holds_no_weights(target, model)
         try:
             copy = _copied(model)
             places = list(zip(slots(model), slots(copy), strict=True))
@@ -194,34 +170,75 @@ def _write_model(
             )  # fmt: skip
             try:
                 moved = _write_files(copy, places, choose(), checked=checked)
-            except FileExistsError:  # another process has just taken the name of the data file
+            except FileExistsError:  # another process created a file of that name meanwhile
                 moved = _write_files(copy, places, choose(serial=True), checked=checked)
         except (FileError, ResultError):
             raise
-        except Exception as error:  # whatever it was, the caller's files are as they were
-            # without the names of work folders
-            said = getattr(error, "strerror", None) or first_line(error)
-            problem = "; ".join((said, *getattr(error, "__notes__", ())))
+        except Exception as error:  # after any error, the caller's files are unchanged
+            # `strerror` alone, because the whole message names paths in the work folder
+            problem = getattr(error, "strerror", None) or first_line(error)
+            problem = "; ".join((problem, *getattr(error, "__notes__", ())))
             raise FileError(target, f"cannot be written: {problem}") from error
         for slot, tensor in moved:
             slot.put(tensor)
 
 
+def _check_request(
+    model: ir.Model,
+    target: Path,
+    external_data: str | Literal[True] | None,
+    *,
+    share_weights: bool,
+) -> None:
+    """Refuse arguments that cannot be combined, and a target that cannot be written."""
+    if way := model.metadata_props.get(tags.WAY):
+        raise FileError(
+            target,
+            f"is not written: this graph of torch's operators, by {way}, is for inspection only",
+        )
+    data_name = external_data if isinstance(external_data, str) else None
+    if data_name is not None and (Path(data_name).name != data_name or data_name == target.name):
+        raise FileError(
+            target, f"external data must be another file in the same folder, not {data_name!r}"
+        )
+    if external_data is not None and share_weights:
+        raise FileError(
+            target,
+            "its weights can be either written to external data or shared with another file",
+        )
+    check_target(target)
+    if is_special(target) and (data_name is not None or share_weights):
+        raise FileError(target, "is not a regular file, so that no data file can be beside it")
+    if data_name is not None:
+        _check_data_target(real_path(target).with_name(data_name))
+
+
 def _check_data_target(data: Path) -> None:
-    """Refuse to replace what is no file by data whose name the caller chose."""
+    """Refuse a data file, whose name the caller chose, if it is a folder, a device or a pipe."""
     check_kind_of_target(data)
     if is_special(data):
-        raise FileError(data, "is no plain file; name another file for the data")
+        raise FileError(data, "is not a regular file; name another file for the data")
+
+
+def _check_holds_no_weights(target: Path, model: ir.Model) -> None:
+    resolved = target.resolve()
+    for slot in slots(model):
+        if slot.external and Path(slot.path).resolve() == resolved:
+            raise FileError(
+                target, "contains the weights of this model; write the model under another name"
+            )
 
 
 def _write_whole(
     copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path, *, checked: bool
 ) -> None:
-    for slot, same in places:
+    """Write a copy of a model with all weights in its ONNX file."""
+    for slot, slot_in_copy in places:
         if slot.external:
-            tensor, shape = slot.tensor, ir.Shape(slot.tensor.shape.numpy())
+            tensor = slot.tensor
+            shape = ir.Shape(tensor.shape.numpy())
             read: Callable[[], ir.TensorProtocol] = functools.partial(_itself, tensor)
-            same.put(ir.LazyTensor(read, tensor.dtype, shape, name=tensor.name))
+            slot_in_copy.put(ir.LazyTensor(read, tensor.dtype, shape, name=tensor.name))
     put_notes(copy.metadata_props, {})
     with replace_file(target) as new:
         _write(copy, new, target if checked else None)
@@ -241,16 +258,16 @@ def own_files(target: Path) -> set[Path]:
 
 
 def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
-    """Return the data files of the ONNX file at a target that we named, and that the new model does not need.
+    """Return the data files of the existing model that the new model does not need, to be removed.
 
-    A data file behind a link is not removed.
+    Only files with names that htp_export chose are removed, and none behind a symbolic link.
     """
-    names = [
-        file
-        for file in sorted(own_files(target))
-        if is_named_by_us(target, file.name) and file not in needed
-    ]
-    return [file for file in names if not (target.parent / file.name).is_symlink()]
+    obsolete: list[Path] = []
+    for file in sorted(own_files(target)):
+        is_link = (target.parent / file.name).is_symlink()
+        if is_named_by_us(target, file.name) and file not in needed and not is_link:
+            obsolete.append(file)
+    return obsolete
 
 
 def _itself(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
@@ -258,16 +275,14 @@ def _itself(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def replaceable_data(target: Path) -> Callable[[Path], bool]:
-    """Return a function that tells whether data of a new model at a target may replace a file.
+    """Return a predicate: whether data of a new model at a target may replace an existing file.
 
-    It may if the file is empty, or has data of the model that is there. A model that does not fit
-    its data, as an interrupted export leaves it, names its data, too. Data that it shares with
-    another model are those of the other.
+    It may if the file is empty, or contains data of the existing model, even if the two do not
+    match after an interrupted export. Shared data files belong to the other model.
 
-    The model is read once, however many files are asked for, and again if it was replaced
-    meanwhile.
+    The existing model is read once for all files, and again if it was replaced meanwhile.
     """
-    known: dict[Identity | None, set[Path]] = {}
+    data_of: dict[Identity | None, set[Path]] = {}
 
     def may_replace(data: Path) -> bool:
         if not data.is_file():
@@ -275,15 +290,15 @@ def replaceable_data(target: Path) -> Callable[[Path], bool]:
         if data.stat().st_size == 0:
             return True
         state = Identity.at(target.resolve())
-        if state not in known:
-            known[state] = _named_data(target)
-        return data.resolve() in known[state]
+        if state not in data_of:
+            data_of[state] = _named_data(target)
+        return data.resolve() in data_of[state]
 
     return may_replace
 
 
 def _named_data(target: Path) -> set[Path]:
-    """The data files that a model names, resolved, without shared ones; none if it cannot be read."""
+    """Return the data files that a model refers to, resolved, without shared ones; none if it cannot be read."""
     model = parsed_or_none(target) if target.is_file() else None
     if model is None:
         return set()
@@ -292,39 +307,34 @@ def _named_data(target: Path) -> set[Path]:
     except FileError:
         return set()
     tensors = [slot.tensor for slot in slots(model)]
-    names = {
+    locations = {
         os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)
     }
-    found: set[Path] = set()
-    for name in names - shared.keys():
-        with contextlib.suppress(FileError):  # it lies elsewhere
-            folder, inside = find_data(target, name)
-            found.add((folder / inside).resolve())
-    return found
+    files: set[Path] = set()
+    for location in locations - shared.keys():
+        with contextlib.suppress(FileError):  # it is outside the folder
+            folder, name = find_data(target, location)
+            files.add((folder / name).resolve())
+    return files
 
 
 def _write_files(
     copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan, *, checked: bool
 ) -> list[tuple[Slot, DataTensor]]:
-    """Write a copy of a model, which may be changed, and a file with the weights that need a new place.
+    """Write a copy of a model, which may be changed, and its new data file.
 
-    ``places``: each place of a tensor in the model, with the same place in the copy. Returned are
-    the places in the model whose tensors were in a file that was removed, with the tensors in the
-    new file.
+    ``places``: the slots of the model, each with its counterpart in the copy. Returns the slots of
+    the model with their tensors in the new data file, if a file that contained some of them was
+    removed or replaced; empty otherwise.
     """
-    copies = {id(slot): same for slot, same in places}
+    copies = {id(slot): slot_in_copy for slot, slot_in_copy in places}
     with work_folder(plan.target) as work:
         new_file, new_data = work.new / plan.target.name, work.new / plan.data.name
         moved: list[tuple[Slot, DataTensor]] = []
         if plan.moving:
             with new_data.open("xb") as stream:
-                moved = list(
-                    zip(
-                        plan.moving,
-                        place_data(plan.moving, stream, plan.data, plan.target),
-                        strict=True,
-                    )
-                )
+                placed = place_data(plan.moving, stream, plan.data, plan.target)
+            moved = list(zip(plan.moving, placed, strict=True))
         for slot, tensor in moved:
             copies[id(slot)].put(tensor)
         for slot, name in plan.staying:
@@ -348,36 +358,37 @@ def _write_files(
         work.commit(in_safe_order(Move(new_file, plan.target), data), obsolete)
     if moved and plan.data.is_symlink():  # it may have been copied to another file system
         moved[0][1].file.note()
-    return (
-        moved
-        if any(slot.external and Path(slot.path).resolve() in gone for slot, _ in moved)
-        else []
-    )
+    for slot, _ in moved:
+        if slot.external and Path(slot.path).resolve() in gone:
+            return moved
+    return []
 
 
 def _notes_of_staying(
     plan: DataPlan,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return the descriptions of data files that stay: the model's own, and the shared ones, by name."""
     check_data(slot.tensor for slot, _ in plan.staying)
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot, name in plan.staying:
         if isinstance(slot.tensor, ir.ExternalTensor):
             tensors.setdefault(name, []).append(slot.tensor)
-    files = {name: Path(stored[0].path) for name, stored in tensors.items()}
-    own = {
-        name: describe_own(files[name], places_of(stored))
-        for name, stored in tensors.items()
-        if name not in plan.shared
-    }
+    files = {name: Path(in_file[0].path) for name, in_file in tensors.items()}
+    own: dict[str, dict[str, Any]] = {}
+    for name, in_file in tensors.items():
+        if name not in plan.shared:
+            own[name] = describe_own(files[name], places_of(in_file))
     return own, {name: describe_shared(files[name]) for name in plan.shared}
 
 
 def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    """Return an external tensor with this location."""
     if not isinstance(tensor, ir.ExternalTensor) or os.fspath(tensor.location) == name:
         return tensor
     shape = ir.Shape(tensor.shape.numpy())
+    fields = descriptive_fields(tensor)
     return ir.ExternalTensor(
-        name, tensor.offset, tensor.length, tensor.dtype, shape=shape, **about(tensor)
+        name, tensor.offset, tensor.length, tensor.dtype, shape=shape, **fields
     )
 
 
@@ -385,20 +396,25 @@ def _copied(model: ir.Model) -> ir.Model:
     """Return a copy that shares the tensors, with nodes in topological order."""
     try:
         return model.clone()
-    except RuntimeError:  # a node comes before one that it reads, or it reads what nothing makes
+    except RuntimeError:  # the nodes are not in topological order, or an input has no producer
         put_in_order(model)
     try:
         return model.clone()
     except RuntimeError as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # onnx_ir wraps it at each level, with all that is there
+        while (
+            cause.__cause__ is not None
+        ):  # onnx_ir wraps the error, with a long text, at each level
             cause = cause.__cause__
-        raise ValueError(f"a node reads what nothing in the model makes: {cause}") from error
+        raise ValueError(f"nothing in the model produces an input of a node: {cause}") from error
 
 
 def _write(copy: ir.Model, file: Path, target: Path | None) -> None:
-    """Write the ONNX file itself from a copy that may be changed, its weights one at a time; check it for a target."""
-    _say_once(copy)
+    """Write an ONNX file, its weights one at a time, from a copy that may be changed.
+
+    ``target``: the final path, for messages of the check of the model; None for no check.
+    """
+    _drop_repeated_types(copy)
     if is_protobuf(file):
         proto, marks, marked = hollow_proto(copy)
         with file.open("xb") as stream:
@@ -410,21 +426,18 @@ def _write(copy: ir.Model, file: Path, target: Path | None) -> None:
         check_written(proto, marks, target)
 
 
-def _say_once(model: ir.Model) -> None:
-    """Prevent onnx_ir from writing the shapes of weights a second time, into ``value_info``.
+def _drop_repeated_types(model: ir.Model) -> None:
+    """Prevent onnx_ir from writing the types and shapes of weights a second time, into ``value_info``.
 
-    A tool that transposes a weight and does not update them, such as ONNX Runtime's quantizers,
-    writes an invalid model.
+    A tool that transposes a weight and does not update this copy, such as ONNX Runtime's
+    quantizers, would write an invalid model.
     """
     for graph in model.graphs():
         for value in graph.initializers.values():
-            said_elsewhere = (
-                value.metadata_props
-                or value.doc_string
-                or value.is_graph_input()
-                or value.is_graph_output()
-            )
-            if value.const_value is not None and not said_elsewhere:
+            needs_type = value.is_graph_input() or value.is_graph_output()
+            # onnx_ir writes these into ``value_info``, too, where a type is required
+            is_described = value.metadata_props or value.doc_string
+            if value.const_value is not None and not needs_type and not is_described:
                 value.shape = value.type = None
 
 

@@ -1,9 +1,9 @@
-"""Serialized ONNX models without the values of their large weights, and the values put back when they are written.
+"""Serialized ONNX models whose large weights are replaced by marks before protobuf reads or writes them.
 
-Protobuf copies what it reads and writes: a model of 400 MB would take twice that. So large values
-are cut out of the bytes, and a mark of random bytes keeps the place of each. Only the outermost
-fields of messages are read here, see https://protobuf.dev/programming-guides/encoding/; field
-numbers are those of ``onnx.proto``.
+Protobuf copies each message: a model of 400 MB would need twice the memory. So large values are cut
+out of the bytes, and a mark of random bytes keeps the position of each. Only the fields that lead
+to tensors are decoded here, as in https://protobuf.dev/programming-guides/encoding/; their numbers
+are from ``onnx.proto``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 LARGE_BYTES = 1 << 16
-"""Values of at least this size are cut out; a few bytes of each smaller tensor are soon read."""
+"""Values of at least this size are cut out; to copy smaller ones costs little time and memory."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
@@ -32,9 +32,9 @@ _INSIDE: Mapping[str, Mapping[int, str]] = {
     "attribute": {5: "tensor", 6: "graph", 11: "graph"},
     "tensor": {9: _RAW_DATA},
 }
-_LONGEST_VARINT = 10  # bytes: 7 bits of 64 in each
+_LONGEST_VARINT = 10  # bytes for 64 bits, with 7 bits in each
 _DEEPEST = 100
-"""The nesting limit of protobuf."""
+"""The nesting limit of protobuf, which refuses deeper messages itself."""
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
@@ -45,7 +45,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     while True:
         at += 1
         if at >= last:
-            raise ValueError(f"a number of more than {_LONGEST_VARINT} bytes before byte {at}")
+            raise ValueError(f"an integer of more than {_LONGEST_VARINT} bytes before byte {at}")
         byte = data[at]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
@@ -88,9 +88,9 @@ def _fields(data: memoryview, at: int, end: int) -> Iterator[_Slice]:
         elif kind in (_FIXED64, _FIXED32):
             at += 8 if kind == _FIXED64 else 4
         else:
-            raise ValueError(f"wire type {kind} at byte {start}")
+            raise ValueError(f"unknown wire type {kind} at byte {start}")
         if at > end:
-            raise ValueError(f"a field that begins at byte {start} runs past the end")
+            raise ValueError(f"the field at byte {start} extends past the end of its message")
         yield _Slice(tag >> 3, start, payload, at)
 
 
@@ -99,10 +99,10 @@ _Bytes = TypeVar("_Bytes", bound=Sized)
 
 
 class Marks:
-    """The marks that keep the places of the values of tensors, ``raw_data`` for ``raw_data``."""
+    """Random byte strings that replace the ``raw_data`` of tensors, and contain the number of the tensor."""
 
     def __init__(self) -> None:
-        self._mark = secrets.token_bytes(24)  # nobody who wrote a file can have known it
+        self._mark = secrets.token_bytes(24)  # random, so that no file can contain it
         self._count = 0
 
     def new(self) -> bytes:
@@ -111,15 +111,13 @@ class Marks:
         return self._mark + (self._count - 1).to_bytes(8, "little")
 
     def number(self, data: bytes) -> int | None:
-        """Return the number of the tensor of a mark; None for bytes that are no mark."""
-        return (
-            int.from_bytes(data[24:], "little")
-            if len(data) == 32 and data.startswith(self._mark)
-            else None
-        )
+        """Return the number of the tensor of a mark; None for other bytes."""
+        if len(data) != 32 or not data.startswith(self._mark):
+            return None
+        return int.from_bytes(data[24:], "little")
 
     def places(self, data: bytes) -> list[int]:
-        """Return the offsets of marks."""
+        """Return the offsets of the marks in a serialized model."""
         offsets = [data.find(self._mark)]
         while offsets[-1] >= 0:
             offsets.append(data.find(self._mark, offsets[-1] + 1))
@@ -127,17 +125,18 @@ class Marks:
 
 
 def without_values(data: memoryview, marks: Marks) -> tuple[onnx.ModelProto, list[tuple[int, int]]]:
-    """Read a model with marks in place of large values, and where in the bytes the values of each mark are."""
+    """Return a model with marks in place of large values, and the start and end of the values of each mark."""
     places = list[tuple[int, int]]()
+
+    def is_large(start: int, end: int) -> bool:
+        return end - start >= LARGE_BYTES
 
     def cut(start: int, end: int) -> bytes:
         places.append((start, end))
         return marks.new()
 
     try:
-        pieces = _rewrite(
-            data, "model", 0, len(data), lambda start, end: end - start >= LARGE_BYTES, cut
-        ) or [data]
+        pieces = _rewrite(data, "model", 0, len(data), is_large, cut) or [data]
         return onnx.ModelProto.FromString(b"".join(pieces)), places
     except IndexError as error:
         raise ValueError("it ends within a field") from error
@@ -148,12 +147,13 @@ def without_values(data: memoryview, marks: Marks) -> tuple[onnx.ModelProto, lis
 def with_values(
     proto: onnx.ModelProto, marks: Marks, values: Sequence[_Bytes]
 ) -> list[bytes | memoryview | _Bytes]:
-    """Return the bytes of a model in pieces, with the values of each mark, or what stands for them, in its place."""
+    """Serialize a model into pieces, with the values of each mark, or a placeholder for them, in its place."""
     skeleton = proto.SerializeToString()
     places = marks.places(skeleton)
 
     def holds_mark(start: int, end: int) -> bool:
-        return places[at] < end if (at := bisect_left(places, start)) < len(places) else False
+        index = bisect_left(places, start)
+        return index < len(places) and places[index] < end
 
     def value(start: int, end: int) -> _Bytes:
         number = marks.number(skeleton[start:end])
@@ -177,23 +177,27 @@ def _rewrite(
     change: Callable[[int, int], _Bytes],
     depth: int = 0,
 ) -> list[bytes | memoryview | _Bytes]:
-    """Replace the ``raw_data`` of tensors between two offsets of a message; empty if nothing changes.
+    """Replace the ``raw_data`` of tensors in a message, and return its bytes in pieces; empty if unchanged.
 
     Visits initializers and attributes of nodes, including those in subgraphs and functions.
-    ``kind`` is the message between the offsets, a key of ``_INSIDE``. ``wanted``: whether to visit
-    the message between two offsets, or to replace it if it is ``raw_data``; ``change`` returns the
-    replacement.
+
+    Args:
+        data: The serialized model.
+        kind: The kind of the message, a key of ``_INSIDE``.
+        start: The offset of the message.
+        end: The end of the message.
+        wanted: Whether to visit the message between two offsets, or to replace these bytes if they
+            are ``raw_data``.
+        change: Returns the replacement of the ``raw_data`` between two offsets.
+        depth: The nesting depth of the message.
     """
     pieces: list[bytes | memoryview | _Bytes] = []
-    done = start
+    copied_to = start
     for part in _fields(data, start, end):
         inside = _INSIDE[kind].get(part.number)
-        if (
-            inside is None
-            or data[part.start] & 7 != _BYTES
-            or not wanted(part.payload, part.end)
-            or depth > _DEEPEST
-        ):
+        if inside is None or data[part.start] & 7 != _BYTES or depth > _DEEPEST:
+            continue
+        if not wanted(part.payload, part.end):
             continue
         new: list[bytes | memoryview | _Bytes] = []
         if inside == _RAW_DATA:
@@ -201,9 +205,11 @@ def _rewrite(
         else:
             new = _rewrite(data, inside, part.payload, part.end, wanted, change, depth + 1)
         if new:
-            pieces += (data[done : part.start], _head(part.number, total_size(new)), *new)
-            done = part.end
-    return [*pieces, data[done:end]] if pieces else []
+            pieces += (data[copied_to : part.start], _head(part.number, total_size(new)), *new)
+            copied_to = part.end
+    if not pieces:
+        return []
+    return [*pieces, data[copied_to:end]]
 
 
 def total_size(pieces: Sequence[Sized]) -> int:
@@ -213,7 +219,7 @@ def total_size(pieces: Sequence[Sized]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The contents of an initializer: size in bytes, its ``raw_data`` as a function, and maybe a new shape."""
+    """The contents of an initializer: its size in bytes, a function that returns its ``raw_data``, and a new shape."""
 
     size: int
     read: Callable[[], bytes | memoryview]
@@ -229,10 +235,10 @@ class Weight:
 
 
 class SerializedModel:
-    """A serialized model that can be changed, while its large weights stay in its bytes.
+    """A serialized model whose message can be edited, while its large weights stay in the serialized bytes.
 
-    ``proto`` has marks in place of weights; change it in place. ``weights``: name of an initializer
-    → its contents, for those whose ``raw_data`` in ``data`` is a placeholder.
+    ``proto`` has marks in place of weights, and is edited in place. ``weights``: name of an
+    initializer → its contents, for initializers that have a placeholder in ``data``.
     """
 
     def __init__(self, data: bytes, weights: Mapping[str, Weight] | None = None) -> None:
@@ -248,19 +254,18 @@ class SerializedModel:
                 self._values.append(weight)
                 if weight.dims is not None:
                     tensor.dims[:] = weight.dims
-        self.inputs, self.outputs = (
-            [value.name for value in values] for values in (graph.input, graph.output)
-        )
+        self.inputs = [value.name for value in graph.input]
+        self.outputs = [value.name for value in graph.output]
         self.initializers = {tensor.name for tensor in graph.initializer}
 
     def chunks(self) -> Iterator[bytes | memoryview]:
-        """The bytes of the changed model; weights are read when it is their turn."""
+        """Return the bytes of the edited model; each weight is read only when its chunk is requested."""
         pieces = with_values(self.proto, self._marks, self._values)
         return (piece.read() if isinstance(piece, Weight) else piece for piece in pieces)
 
 
 def subgraph_protos(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The graphs in a node's attributes, as protobuf messages: branches and loop bodies."""
+    """Yield the graphs in a node's attributes: branches and loop bodies."""
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
             yield attribute.g
@@ -269,7 +274,7 @@ def subgraph_protos(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def graph_protos(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and the graphs inside of it, as protobuf messages."""
+    """Yield a graph and the graphs nested in it."""
     yield graph
     for node in graph.node:
         for inner in subgraph_protos(node):

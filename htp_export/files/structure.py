@@ -1,15 +1,23 @@
-"""The check of a model when it is read: edges, names, operators, attributes, tensors.
+"""The check of a model that was read: edges, names, operators, attributes, tensors.
 
-onnx_ir reads models that no runtime loads, and a later step would fail with an error that names
-nothing. Only requirements of the ONNX specification that ONNX Runtime enforces are checked. One
-pass; no weights are read.
+onnx_ir reads models that no runtime loads, and later steps would fail without the name of a node or
+tensor. Only requirements of the ONNX specification that ONNX Runtime enforces are checked, in one
+pass over the nodes; no weights are read.
 """
 
 from __future__ import annotations
 
 import graphlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,7 +35,7 @@ _FIELDS = {
     ir.DataType.UINT64: "uint64_data",
     ir.DataType.UINT32: "uint64_data",
 }
-"""Where values are that are not in ``raw_data``; of all other types, in ``int32_data``."""
+"""The field for values that are not in ``raw_data``; ``int32_data`` for all other types."""
 _ALL_FIELDS = (
     "float_data",
     "int32_data",
@@ -41,13 +49,13 @@ _BITS = {
     for dtype in ir.DataType
     if dtype not in (ir.DataType.UNDEFINED, ir.DataType.STRING)
 }
-_PARTS = {ir.DataType.COMPLEX64: 2, ir.DataType.COMPLEX128: 2}
+_PARTS = {ir.DataType.COMPLEX64: 2, ir.DataType.COMPLEX128: 2}  # a real and an imaginary number
 
 
 def check_structure(model: ir.Model) -> None:
-    """Refuse a model that violates the ONNX specification; its nodes are in topological order.
+    """Refuse a model that violates the ONNX specification; the nodes must be in topological order.
 
-    Invalid element types and sizes of values (``UNDEFINED``, negative sizes) become unknown.
+    Invalid element types (``UNDEFINED``) and negative dimensions of values become unknown.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("nowhere")], name="act")
@@ -69,28 +77,29 @@ def check_structure(model: ir.Model) -> None:
 
 
 def _check_function(function: ir.Function) -> None:
-    """Check what a function has besides its graph. It may not pass an input on: ONNX Runtime does not load it."""
+    """Check the names, imports and outputs of a function.
+
+    ONNX Runtime does not load a function that returns an input, or one value twice.
+    """
     _check_names(lambda: "a function has", (function.domain, function.name, function.overload))
     _check_names(lambda: f"function {_short(function.name)} imports", function.opset_imports)
     _decode_texts(function, "doc_string")
     _decode(function.metadata_props)
-    passed_on = next((value for value in function.outputs if value.is_graph_input()), None)
-    if passed_on is not None:
-        problem = (
-            f"has its input {_short(passed_on.name or '')} as an output; put an Identity between"
-        )
-        raise ValueError(f"function {_short(function.name)} {problem}")
+    for value in function.outputs:
+        if value.is_graph_input():
+            problem = f"returns its input {_short(value.name or '')}; insert an Identity node"
+            raise ValueError(f"function {_short(function.name)} {problem}")
     if len(set(function.outputs)) < len(function.outputs):
         raise ValueError(
-            f"function {_short(function.name)} has an output twice; put an Identity between"
+            f"function {_short(function.name)} returns a value twice; insert an Identity node"
         )
 
 
 def _check_recursion(functions: Iterable[ir.Function]) -> None:
-    calls = {
-        (each.domain, each.name): {(node.domain, node.op_type) for node in each.graph.all_nodes()}
-        for each in functions
-    }
+    calls: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for function in functions:
+        operators = {(node.domain, node.op_type) for node in function.graph.all_nodes()}
+        calls[function.domain, function.name] = operators
     try:
         graphlib.TopologicalSorter(calls).prepare()
     except graphlib.CycleError as error:
@@ -104,11 +113,18 @@ def _check_graphs(
     *,
     may_refer: bool,
 ) -> None:
-    """Check a graph and its subgraphs; ``may_refer``: whether attributes may be those of a call, as in a function."""
+    """Check a graph and its subgraphs.
+
+    Args:
+        graph: The main graph, or the graph of a function.
+        imports: The opset version of each domain.
+        called: Domain and name of each function of the model.
+        may_refer: Whether attributes may refer to attributes of the calling node: in a function.
+    """
     version = imports.get("", imports.get("ai.onnx", 0))
-    waiting = [graph]
-    while waiting:
-        graph = waiting.pop()
+    pending = [graph]
+    while pending:
+        graph = pending.pop()
         _decode_texts(graph, "name", "doc_string")
         _decode(graph.metadata_props)
         _check_ends(graph)
@@ -123,26 +139,30 @@ def _check_graphs(
             if node.domain in _STANDARD and (node.domain, node.op_type) not in called:
                 _check_operator(node, version)
             for attribute in node.attributes.data.values():
-                if isinstance(attribute.ref_attr_name, bytes):
-                    problem = f"refers to a name that is not UTF-8: {attribute.ref_attr_name!r}"
-                    described = f"attribute {attribute.name!r} of {_node_text(node)}"
-                    raise ValueError(f"{described} {problem}")  # noqa: TRY004
-                _decode_texts(attribute, "doc_string")
-                if attribute.is_ref() and not may_refer:
-                    name = _short(attribute.ref_attr_name or "")
-                    problem = f"refers to {name}, and is in no function that could have it"
-                    raise ValueError(
-                        f"attribute {attribute.name!r} of {_node_text(node)} {problem}"
-                    )
-                if attribute.value is None:
-                    continue
-                match attribute.type:
-                    case ir.AttributeType.TENSOR:
-                        _check_tensor(attribute.value)
-                    case ir.AttributeType.GRAPH:
-                        waiting.append(attribute.value)
-                    case ir.AttributeType.GRAPHS:
-                        waiting.extend(attribute.value)
+                pending += _check_attribute(node, attribute, may_refer=may_refer)
+
+
+def _check_attribute(node: ir.Node, attribute: ir.Attr, *, may_refer: bool) -> Sequence[ir.Graph]:
+    """Check an attribute, and return its graphs, which are still to be checked."""
+    if isinstance(attribute.ref_attr_name, bytes):
+        problem = f"refers to a name that is not UTF-8: {attribute.ref_attr_name!r}"
+        subject = f"attribute {attribute.name!r} of {_node_text(node)}"
+        raise ValueError(f"{subject} {problem}")  # noqa: TRY004 - it is a bad value
+    _decode_texts(attribute, "doc_string")
+    if attribute.is_ref() and not may_refer:
+        name = _short(attribute.ref_attr_name or "")
+        problem = f"refers to attribute {name} of a function, but is in no function"
+        raise ValueError(f"attribute {attribute.name!r} of {_node_text(node)} {problem}")
+    if attribute.value is None:
+        return ()
+    match attribute.type:
+        case ir.AttributeType.TENSOR:
+            _check_tensor(attribute.value)
+        case ir.AttributeType.GRAPH:
+            return (attribute.value,)
+        case ir.AttributeType.GRAPHS:
+            return tuple(attribute.value)
+    return ()
 
 
 def _node_text(node: ir.Node) -> str:
@@ -150,9 +170,9 @@ def _node_text(node: ir.Node) -> str:
 
 
 def fault_of_names(model: ir.Model) -> str:
-    """Return which tensors of a model in memory have one name, or none; empty if each has a name of its own.
+    """Describe two tensors of a model in memory with the same name, or one without a name; empty if valid.
 
-    Such a model can be written, but not be read.
+    Such a model can be written, but the file cannot be read.
 
     Examples:
         >>> x = ir.val("h", ir.DataType.FLOAT, [2])
@@ -162,27 +182,32 @@ def fault_of_names(model: ir.Model) -> str:
         "an input and a result of node 'act' (Relu) are both called 'h'"
     """
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
-        tensors = [(value, "an input") for value in graph.inputs]
-        tensors += [
-            (value, "a weight")
-            for value in graph.initializers.values()
-            if not value.is_graph_input()
-        ]
-        tensors += [
-            (value, f"a result of {_node_text(node)}") for node in graph for value in node.outputs
-        ]
-        known: dict[str | None, str] = {}
-        for value, what in tensors:
-            if not value.name and (value.is_graph_input() or value.is_graph_output()):
-                return f"{what}{' that the model returns' if value.is_graph_output() else ''} has no name"
-            if value.name and value.name in known:
-                return f"{known[value.name]} and {what} are both called {_short(value.name)}"
-            known[value.name] = what
+        descriptions: dict[str | None, str] = {}
+        for value, description in _described_tensors(graph):
+            if not value.name and value.is_graph_output():
+                return f"{description} that the model returns has no name"
+            if not value.name and value.is_graph_input():
+                return f"{description} has no name"
+            if value.name and value.name in descriptions:
+                first = descriptions[value.name]
+                return f"{first} and {description} are both called {_short(value.name)}"
+            descriptions[value.name] = description
     return ""
 
 
+def _described_tensors(graph: ir.Graph) -> Iterator[tuple[ir.Value, str]]:
+    for value in graph.inputs:
+        yield value, "an input"
+    for value in graph.initializers.values():
+        if not value.is_graph_input():
+            yield value, "a weight"
+    for node in graph:
+        for value in node.outputs:
+            yield value, f"a result of {_node_text(node)}"
+
+
 def at_fault(proto: onnx.ModelProto) -> str:
-    """Return the first node, tensor or value of a model that onnx_ir cannot read; empty if each can be read alone.
+    """Describe the first node, tensor or value of a model that onnx_ir cannot read; empty if each can be read alone.
 
     Examples:
         >>> weight = onnx.TensorProto(name="w", data_type=99, data_location=onnx.TensorProto.EXTERNAL)
@@ -190,25 +215,28 @@ def at_fault(proto: onnx.ModelProto) -> str:
         "tensor 'w'"
     """
     graph = proto.graph
+    nodes = list(graph.node)
+    for function in proto.functions:
+        nodes += function.node
     kinds: Sequence[tuple[str, Iterable[Any]]] = (
         ("value", (*graph.input, *graph.output, *graph.value_info)),
         ("tensor", graph.initializer),
-        ("node", (*graph.node, *(node for function in proto.functions for node in function.node))),
+        ("node", nodes),
         ("function", proto.functions),
     )
     for kind, messages in kinds:
         for message in messages:
             try:
-                read = ir.from_proto(_without_edges(message) if kind == "node" else message)
-                _ = getattr(read, "dtype", None)
-            except Exception:  # whatever it comes across
+                parsed = ir.from_proto(_without_edges(message) if kind == "node" else message)
+                _ = getattr(parsed, "dtype", None)
+            except Exception:  # onnx_ir raises various errors for invalid messages
                 operator = f" ({message.op_type})" if kind == "node" else ""
                 return f"{kind} {_short(message.name)}{operator}"
     return ""
 
 
 def _without_edges(node: onnx.NodeProto) -> onnx.NodeProto:
-    """Return a node without inputs and outputs, because onnx_ir warns of unknown inputs."""
+    """Return a copy of a node without inputs, because onnx_ir logs a warning for unknown inputs."""
     bare = onnx.NodeProto()
     bare.CopyFrom(node)
     del bare.input[:]
@@ -216,16 +244,18 @@ def _without_edges(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 def _short(name: str) -> str:
+    # a file can contain a name of any length
     return repr(name if len(name) <= 200 else f"{name[:200]}…")
 
 
 def _check_ends(graph: ir.Graph) -> None:
+    """Check the inputs and outputs of a graph."""
     names = set[str]()
     for value in graph.inputs:
         _check_value(value)
         if not value.name or isinstance(value.name, bytes):
             raise ValueError(
-                f"an input of graph {_short(graph.name or '')} has no name that is UTF-8: {value.name!r}"
+                f"an input of graph {_short(graph.name or '')} has an invalid name: {value.name!r}"
             )
         if value.name in names:
             raise ValueError(
@@ -243,44 +273,49 @@ def _is_dangling(value: ir.Value) -> bool:
 
 
 def _check_value(value: ir.Value) -> None:
-    """Make an invalid type unknown, and decode texts."""
+    """Replace an invalid type or dimension by an unknown one, and decode texts."""
     _decode_texts(value, "doc_string")
     _decode(value.metadata_props)
     if value.type is not None:
         _decode_texts(value.type, "denotation")
-    if value.type is not None and value.dtype == ir.DataType.UNDEFINED:
-        value.type = None
+        if value.dtype == ir.DataType.UNDEFINED:
+            value.type = None
     shape = value.shape
     if shape is None:
         return
     for axis in range(len(shape)):
-        if isinstance(text := shape.get_denotation(axis), bytes):
-            shape.set_denotation(axis, _text(text))
-    if any(isinstance(dim, int) and dim < 0 for dim in shape):
-        value.shape = ir.Shape([None if isinstance(dim, int) and dim < 0 else dim for dim in shape])
+        denotation = shape.get_denotation(axis)
+        if isinstance(denotation, bytes):
+            shape.set_denotation(axis, _text(denotation))
+    if any(_is_negative(dim) for dim in shape):
+        value.shape = ir.Shape([None if _is_negative(dim) else dim for dim in shape])
+
+
+def _is_negative(dim: Any) -> bool:
+    return isinstance(dim, int) and dim < 0
 
 
 def _decode(metadata: MutableMapping[str, str]) -> None:
-    """Decode metadata that is not UTF-8, such as paths of source files, which protobuf returns as bytes."""
+    """Decode metadata that is not UTF-8, such as paths of source files: protobuf returns it as bytes."""
     for key, value in list(metadata.items()):
-        for text in (key, value):
-            if isinstance(text, bytes):
-                del metadata[key]
-                metadata[_text(key)] = _text(value)
-                break
+        if isinstance(key, bytes) or isinstance(value, bytes):
+            del metadata[key]
+            metadata[_text(key)] = _text(value)
 
 
 def _decode_texts(owner: Any, *names: str) -> None:
+    """Decode attributes of an object that are not UTF-8: protobuf returns them as bytes."""
     for name in names:
-        if isinstance(text := getattr(owner, name), bytes):
+        text = getattr(owner, name)
+        if isinstance(text, bytes):
             setattr(owner, name, _text(text))
 
 
-def _check_names(whose: Callable[[], str], names: Iterable[str | bytes | None]) -> None:
-    """Refuse names that are not UTF-8: they say what belongs together."""
+def _check_names(subject: Callable[[], str], names: Iterable[str | bytes | None]) -> None:
+    """Refuse names that are not UTF-8: decoding could make two of them equal."""
     for name in names:
         if isinstance(name, bytes):
-            raise ValueError(f"{whose()} a name that is not UTF-8: {name!r}")  # noqa: TRY004 - it is a bad value
+            raise ValueError(f"{subject()} a name that is not UTF-8: {name!r}")  # noqa: TRY004 - it is a bad value
 
 
 def _text(text: str | bytes) -> str:
@@ -289,7 +324,7 @@ def _text(text: str | bytes) -> str:
 
 def _check_node(node: ir.Node) -> None:
     if not node.op_type:
-        raise ValueError(f"{_node_text(node)} names no operator")
+        raise ValueError(f"{_node_text(node)} has no operator type")
     names = (
         node.op_type,
         node.domain,
@@ -312,7 +347,7 @@ def _check_node(node: ir.Node) -> None:
 
 @dataclass(frozen=True)
 class _Rules:
-    """The requirements of an operator: its attributes, and the minimum and maximum number of inputs and outputs."""
+    """The requirements of an operator: its attributes, and the minimum and maximum number of inputs and of outputs."""
 
     kinds: Mapping[str, ir.AttributeType]
     required: tuple[str, ...]
@@ -322,7 +357,7 @@ class _Rules:
 
 @lru_cache(maxsize=4096)
 def _rules(op_type: str, version: int) -> _Rules | None:
-    """Return the requirements of a standard operator; None if the installed onnx does not know it in that opset."""
+    """Return the requirements of a standard operator; None if the installed onnx has no schema for it."""
     if not 0 < version <= onnx.defs.onnx_opset_version():
         return None
     try:
@@ -331,10 +366,15 @@ def _rules(op_type: str, version: int) -> _Rules | None:
         return None
     if schema.deprecated:
         return None
-    attributes = schema.attributes
+    kinds: dict[str, ir.AttributeType] = {}
+    required: list[str] = []
+    for name, attribute in schema.attributes.items():
+        kinds[name] = ir.AttributeType[attribute.type.name]  # type: ignore[attr-defined]
+        if attribute.required:
+            required.append(name)
     return _Rules(
-        {name: ir.AttributeType[each.type.name] for name, each in attributes.items()},  # type: ignore[attr-defined]
-        tuple(name for name, each in attributes.items() if each.required),
+        kinds,
+        tuple(required),
         (schema.min_input, schema.max_input),
         (schema.min_output, schema.max_output),
     )
@@ -359,22 +399,20 @@ def _check_operator(node: ir.Node, version: int) -> None:
         raise ValueError(_how_many(node, "outputs", len(node.outputs), *rules.outputs))
 
 
-def _how_many(node: ir.Node, what: str, count: int, fewest: int, most: int) -> str:
-    allowed = (
-        str(fewest)
-        if fewest == most
-        else f"{fewest} to {most}"
-        if most < 1 << 30
-        else f"{fewest} or more"
-    )
-    return f"{_node_text(node)} has {count} {what}, and the operator takes {allowed}"
+def _how_many(node: ir.Node, kind: str, count: int, fewest: int, most: int) -> str:
+    if fewest == most:
+        allowed = str(fewest)
+    elif most < 1 << 30:  # onnx states the largest int32 for an unlimited number
+        allowed = f"{fewest} to {most}"
+    else:
+        allowed = f"{fewest} or more"
+    return f"{_node_text(node)} has {count} {kind}, but the operator requires {allowed}"
 
 
 def _check_tensor(tensor: ir.TensorProtocol) -> None:
-    entries = (text for entry in tensor.metadata_props.items() for text in entry)
-    _check_names(
-        lambda: f"{_tensor_text(tensor.name)} has", (tensor.name, tensor.doc_string, *entries)
-    )
+    metadata = tensor.metadata_props
+    texts = (tensor.name, tensor.doc_string, *metadata.keys(), *metadata.values())
+    _check_names(lambda: f"{_tensor_text(tensor.name)} has", texts)
     if type(tensor) is ir.TensorProtoTensor:
         _check_proto(tensor.raw)
         return
@@ -390,7 +428,7 @@ def _check_tensor(tensor: ir.TensorProtocol) -> None:
         and tensor.length is not None
         and tensor.length < tensor.nbytes
     ):
-        problem = f"takes {tensor.nbytes:,} bytes, and its external data has {tensor.length:,}"
+        problem = f"needs {tensor.nbytes:,} bytes, but its external data has {tensor.length:,}"
         raise ValueError(f"{_tensor_text(tensor.name)} {problem}")
 
 
@@ -401,11 +439,9 @@ def _tensor_text(name: str | None) -> str:
 def _check_proto(proto: onnx.TensorProto) -> None:
     bits, dims = _BITS.get(proto.data_type), proto.dims
     if bits is None:
-        problem = (
-            f"is of type {proto.data_type}, which ONNX does not have"
-            if proto.data_type
-            else "has no element type"
-        )
+        problem = "has no element type"
+        if proto.data_type:
+            problem = f"has the element type {proto.data_type}, which ONNX does not define"
         raise ValueError(f"{_tensor_text(proto.name)} {problem}")
     if dims and min(dims) < 0:
         raise ValueError(f"{_tensor_text(proto.name)} has a negative size: {list(dims)}")
@@ -419,19 +455,15 @@ def _check_proto(proto: onnx.TensorProto) -> None:
     for other_field in _ALL_FIELDS:
         if other_field != field and len(getattr(proto, other_field)):
             raise ValueError(
-                f"{_tensor_text(proto.name)} is of type {dtype.name}, and has values in {other_field}"
+                f"{_tensor_text(proto.name)} is of type {dtype.name}, but has values in {other_field}"
             )
-    packed = bits in (2, 4)
-    _compare(
-        proto.name,
-        len(getattr(proto, field)),
-        nbytes if packed else size * _PARTS.get(dtype, 1),
-        "values",
-    )
+    is_packed = bits in (2, 4)  # an element of int32_data is then one byte with several values
+    expected = nbytes if is_packed else size * _PARTS.get(dtype, 1)
+    _compare(proto.name, len(getattr(proto, field)), expected, "values")
 
 
-def _compare(name: str | None, actual: int, wanted: int, what: str) -> None:
-    if actual != wanted:
+def _compare(name: str | None, actual: int, expected: int, unit: str) -> None:
+    if actual != expected:
         raise ValueError(
-            f"{_tensor_text(name)} has {actual:,} {what}, and its shape and type take {wanted:,}"
+            f"{_tensor_text(name)} has {actual:,} {unit}, but its shape and type require {expected:,}"
         )

@@ -1,8 +1,7 @@
-"""The one check of a path that is to be written: before any work, by functions and commands alike.
+"""The check of an output path before any work, by functions and commands.
 
-A file that the caller named as an input is not replaced, nor are the weights of such a model. A
-command also refuses an existing file that holds something else than what it writes: a source file,
-a plan, a page.
+An input file is not replaced, nor are the weights of an input model. A command also refuses an
+existing file of another kind than its output: a source file, a plan, a page.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _HEAD_BYTES = 1024  # enough to tell text, JSON and ONNX apart
 
 
 class Kind(enum.StrEnum):
-    """What is written to a file."""
+    """The kind of an output file, as a phrase for messages."""
 
     MODEL = "an ONNX file"
     PAGE = "an HTML page"
@@ -45,12 +44,16 @@ def check_target(
     in_place: bool = False,
     replaces_others: bool = True,
 ) -> None:
-    """Refuse a file that cannot be written, or that is read; None if nothing is written.
+    """Refuse an output file that cannot be written, or that is an input.
 
-    A device or a pipe is written to. Pages and JSON are not written to names that models have. Of a
-    model in ``reads``, its weights are read, too; what is no file does not count. ``in_place``: a
-    model that is read may be replaced. ``replaces_others``: so may an existing file that is neither
-    empty nor of this kind.
+    A device or a pipe is accepted. Pages and JSON files cannot have the extension of a model.
+
+    Args:
+        path: The output file; None if there is none.
+        kind: The kind of the output.
+        reads: The inputs. Weights of a model are inputs, too; values that are no files are ignored.
+        in_place: Accept an output model that is also an input.
+        replaces_others: Accept an existing file that is neither empty nor of this kind.
     """
     if path is None:
         return
@@ -62,26 +65,29 @@ def check_target(
         return
     check_parent(target)
     if is_read_only(target):
-        raise FileError(target, "is read-only; name another file, or allow that it is written")
-    if kind in (Kind.PAGE, Kind.JSON) and target.suffix.lower() in _NAMES_OF_MODELS:
-        named = target.with_name(
-            target.name.split(".")[0] + (".html" if kind is Kind.PAGE else ".json")
-        ).name
-        what = "page" if kind is Kind.PAGE else "file"
-        raise FileError(
-            target, f"is the name of a model; name the {what} otherwise, such as {named}"
-        )
+        raise FileError(target, "is read-only; name another file, or change its permissions")
+    if kind in (Kind.PAGE, Kind.JSON):
+        _check_extension(target, kind)
     is_of_kind = not target.exists() or target.stat().st_size == 0 or _IS[kind](target)
     if not (in_place and is_of_kind and kind is Kind.MODEL):
         _check_reads(target, kind, reads)
     if not (replaces_others or is_of_kind):
         raise FileError(
-            target, f"is there, and is not {kind}; name another file, or replace it with --force"
+            target, f"exists, and is not {kind}; name another file, or replace it with --force"
         )
 
 
+def _check_extension(target: Path, kind: Kind) -> None:
+    """Refuse to write a page or a JSON file to a path with the extension of a model."""
+    if target.suffix.lower() not in _NAMES_OF_MODELS:
+        return
+    extension = ".html" if kind is Kind.PAGE else ".json"
+    example = target.with_name(target.name.split(".")[0] + extension).name
+    raise FileError(target, f"has the extension of a model; choose another name, such as {example}")
+
+
 def check_parent(target: Path) -> None:
-    """Refuse a file or folder whose folder is not there, or in which nothing can be made."""
+    """Refuse a file or folder whose parent folder does not exist, or is not writable."""
     try:
         real_path(target)
     except OSError as cycle:
@@ -97,44 +103,53 @@ def check_parent(target: Path) -> None:
 
 
 def files_named_in(value: Any) -> Iterator[Path]:
-    """Return the existing files that an argument names: a path, a text that is one, or lists and mappings of them."""
+    """Yield the existing files in an argument: a path or string, or lists and mappings of these."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from files_named_in(each)
+        for item in value:
+            yield from files_named_in(item)
     elif isinstance(value, str | os.PathLike):
         try:
-            is_file = os.path.isfile(value)  # noqa: PTH113 - it raises on no text
-        except ValueError:  # it holds a null character
+            is_file = os.path.isfile(value)  # noqa: PTH113 - it accepts any string
+        except ValueError:  # it contains a null character
             return
         if is_file:
             yield Path(value)
 
 
 def _check_reads(target: Path, kind: Kind, reads: Iterable[str | os.PathLike[str]]) -> None:
-    """Refuse to replace files that are read, by a file or by the weights that are written beside a model."""
-    written = [target, target.with_name(f"{target.name}.data")] if kind is Kind.MODEL else [target]
-    written = [file for file in written if file.exists()]
+    """Refuse to replace an input by the output, or by the weights that are written beside an output model."""
+    written = [target]
+    if kind is Kind.MODEL:
+        written.append(target.with_name(f"{target.name}.data"))
+    replaced = [file for file in written if file.exists()]
     if target.exists() and is_read_by_user_code(target):
         raise FileError(
-            target, "is read by the code that this command runs; name another file to write"
+            target,
+            "is read by the Python code that this command runs; name another file to write",
         )
-    for file in map(Path, reads) if written else ():
+    if not replaced:
+        return
+    for file in map(Path, reads):
         if not file.is_file():
             continue
-        if any(each.samefile(file) for each in written):
-            raise FileError(target, "is read by this command; name another file to write")
+        if _is_one_of(file, replaced):
+            raise FileError(target, "is an input of this command; name another file to write")
         for weights in _weights_of(file):
-            if weights.exists() and any(each.samefile(weights) for each in written):
+            if weights.exists() and _is_one_of(weights, replaced):
                 raise FileError(
                     target,
                     f"would replace {weights.name}, the weights of {file}; name another file",
                 )
 
 
+def _is_one_of(file: Path, others: Iterable[Path]) -> bool:
+    return any(other.samefile(file) for other in others)
+
+
 def _weights_of(file: Path) -> set[Path]:
-    """Return the data files of a model; none for what is no ONNX file, or a broken one: whoever reads it says so."""
+    """Return the data files of a model; empty for an invalid file, which is reported when it is read."""
     import onnx_ir as ir
 
     from htp_export.files.lazy_tensor import slots
@@ -155,7 +170,7 @@ def _is_model(file: Path) -> bool:
     try:
         return message_of(file) is not None
     except Exception:
-        # parsers of four formats raise whatever they like on bytes that are not theirs
+        # the parsers of four formats raise any error for a file of another format
         return False
 
 
@@ -179,6 +194,6 @@ _IS: Mapping[Kind, Callable[[Path], bool]] = {
     Kind.MODEL: _is_model,
     Kind.PAGE: lambda file: _head(file).lower().startswith((b"<!doctype html", b"<html")),
     Kind.JSON: _is_json,
-    # the identifier of its schema, adapter_schema.fbs
+    # the file identifier of ONNX Runtime's schema, adapter_schema.fbs
     Kind.ADAPTER: lambda file: _head(file)[4:8] == b"TORT",
 }

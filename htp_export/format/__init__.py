@@ -1,1 +1,1 @@
-"""What stands in a file: keys, module paths, the module tree, signatures, parameters, and the calls of modules."""
+"""The metadata of a file: keys, module paths, the module tree, signatures, parameters, calls of modules."""

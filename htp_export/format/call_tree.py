@@ -1,7 +1,7 @@
-"""Which call of a module ran in which call of another, and whose calls the work of each node is.
+"""The tree of module calls: the caller of each call, and the calls whose operations each node computes.
 
-Written at export as ``htp.callers``, where calls are known as they ran; see ``docs/format.md``.
-Everything that has to know in which call something ran asks here.
+An export records the callers as ``htp.callers``; see ``docs/format.md``. All other code uses this
+module to find the calls of a node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from htp_export.format.hierarchy import Hierarchy
 
 _log = logging.getLogger(__name__)
 
-_UNKNOWN = -1  # in place of a call's number
+_UNKNOWN = -1  # the number of an unknown call
 
 
 class Instance(NamedTuple):
@@ -35,7 +35,11 @@ Block: TypeAlias = str | Instance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One call whose operations a node computes, its callers, and their modules, with containers that never run."""
+    """One call whose operations a node computes.
+
+    ``running``: the call and its callers, innermost first. ``modules``: their modules, and the
+    containers around these, which never run.
+    """
 
     call: Instance
     running: AbstractSet[Instance]
@@ -44,7 +48,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeCalls:
-    """The calls whose operations a node computes, several if work was merged; ``modules`` have it in their region."""
+    """The calls whose operations a node computes: several if equal nodes were merged.
+
+    ``modules``: all modules whose regions contain the node.
+    """
 
     owners: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
@@ -57,66 +64,67 @@ class NodeCalls:
 
     @property
     def doing(self) -> tuple[str, ...]:
-        """The modules that do the work: the owners, without those of which one only called another."""
+        """The modules of `calls`: the owners, without those that only called another owner."""
         return tuple(dict.fromkeys(part.call.path for part in self.parts))
 
     def in_call(self, call: Instance) -> bool:
-        """Return whether the node computes operations of a call, or of a call inside it."""
+        """Return whether the node computes operations of a call, or of its descendants."""
         return any(call in part.running for part in self.parts)
 
     def is_inside(self, path: str, around: str) -> bool:
-        """Return whether the node is in the region of a module, if in that of another, by the same calls."""
-        parts = (part.modules for part in self.parts if path in part.modules)
-        return around in self.modules and all(around in modules for modules in parts)
+        """Return whether the module ``around`` encloses each call through which the node is in ``path``."""
+        if around not in self.modules:
+            return False
+        return all(around in part.modules for part in self.parts if path in part.modules)
 
     def is_for(self, blocks: Collection[Block]) -> bool:
         """Return whether the node computes operations of one of the blocks."""
         if not blocks:
             return False
-        return not self.modules.isdisjoint(blocks) or any(
-            not part.running.isdisjoint(blocks) for part in self.parts
-        )
+        if not self.modules.isdisjoint(blocks):
+            return True
+        return any(not part.running.isdisjoint(blocks) for part in self.parts)
 
     def others(self, paths: Collection[str], call: Instance | None = None) -> Collection[Block]:
-        """Return the other blocks for which the node computes the same as for ``paths``, and that may read its result.
+        """Return the blocks outside ``paths`` for which the node computes the same operations.
 
-        These are, for each further call of the node, the modules around the call that contain none
-        of ``paths``. If equal work of two blocks is merged into one node, its result feeds both
-        blocks: it may be read anywhere in the other block without leaving ``paths``. A call inside
-        one of ``paths`` is no other block. An owner that contains all of ``paths`` is one: it
-        computes the same itself, and may read the result anywhere. If the boundary is that of one
-        ``call`` of a module, the module's other calls are blocks, too.
+        If equal nodes of two blocks are merged into one, its result feeds both blocks: a consumer
+        in the other block does not make it an output of ``paths``. These blocks are:
+
+        - for each call of the node that is not inside ``paths``: the modules around the call that
+          contain none of ``paths``;
+        - an owner that contains all of ``paths``, because it computes the same operations itself;
+        - if the boundary is that of one ``call`` of a module: the module's other calls.
 
         This rule holds for every boundary; only `htp_export.model.boundaries` applies it.
         """
         if len(self.parts) < 2 and len(self.owners) < 2:
             return ()
-        apart = frozenset().union(
-            *(part.modules for part in self.parts if part.modules.isdisjoint(paths))
-        )
-        blocks: set[Block] = {
-            block for block in apart if not any(tags.is_under(path, block) for path in paths)
-        }
-        blocks.update(
-            up
-            for up in self.owners
-            if all(path != up and tags.is_under(path, up) for path in paths)
-        )
+        outside = set[str]()
+        for part in self.parts:
+            if part.modules.isdisjoint(paths):
+                outside |= part.modules
+        blocks: set[Block] = set()
+        for module in outside:
+            if not any(tags.is_under(path, module) for path in paths):
+                blocks.add(module)
+        for owner in self.owners:
+            if all(path != owner and tags.is_under(path, owner) for path in paths):
+                blocks.add(owner)
         if call is not None:
-            calls = (
-                block for part in self.parts if call not in part.running for block in part.running
-            )
-            blocks.update(block for block in calls if block.path == call.path)
+            for part in self.parts:
+                if call not in part.running:
+                    blocks.update(other for other in part.running if other.path == call.path)
         return blocks
 
 
 class CallTree:
     """The calls of the modules of one model.
 
-    Where nothing else is said of a module's calls, they ran in those of the nearest module above it
-    that ran: in its only call, or equally often in each. ``callers``: module path → for each of its
-    calls in order, the call that made it, None for the outermost; without the modules of which
-    nothing else is to be said. None where nobody knows: then the rule is a guess.
+    By default, the calls of a module ran in the calls of its nearest ancestor that ran: in its only
+    call, or equally often in each. ``callers``: module path → the caller of each of its calls in
+    order, None for the outermost call; without modules for which the default is correct. If
+    ``callers`` is None, they are unknown, and the default is a guess.
 
     Examples:
         >>> from htp_export.format.hierarchy import ModuleInfo
@@ -143,31 +151,31 @@ class CallTree:
         """The paths of the modules that ran."""
         return self._hierarchy.called
 
-    # --- what is written ----------------------------------------------------------------------------------
+    # --- the file format ----------------------------------------------------------------------------------
 
     @classmethod
     def from_json(cls, text: str | None, hierarchy: Hierarchy) -> CallTree:
         """Parse the value of ``htp.callers``, None for a file without it; a ValueError names the module at fault.
 
-        Entries whose number of calls differs from the module tree are ignored: a tool has changed
-        the modules.
+        An entry is ignored if its number of calls differs from the module tree: then a tool has
+        changed the modules.
         """
         if text is None:
             return cls(hierarchy)
-        listed = tags.json_object(
+        entries = tags.json_object(
             tags.CALLERS, text, "modules and the callers of their calls", list
         )
-        tags.check_paths(listed)
+        tags.check_paths(entries)
         tree = cls(hierarchy, {})
-        for path, calls in listed.items():
-            callers = [tree._read(path, caller) for caller in calls]
+        for path, calls in entries.items():
+            callers = [tree._caller_from_json(path, entry) for entry in calls]
             tags.check_paths({caller.path for caller in callers if caller is not None})
             if len(callers) == tree._ran(path):
                 tree._callers[path] = callers
         return tree
 
-    def _read(self, path: str, caller_text: object) -> Instance | None:
-        match caller_text:
+    def _caller_from_json(self, path: str, entry: object) -> Instance | None:
+        match entry:
             case None:
                 return None
             case int(number) if tags.is_call_number(number):
@@ -175,53 +183,45 @@ class CallTree:
             case [str(caller), int(number)] if tags.is_call_number(number):
                 return Instance(caller, number)
         raise ValueError(
-            f"{tags.CALLERS}: module {path!r} has a caller that is no call: {caller_text!r}"
+            f"{tags.CALLERS}: module {path!r} has an invalid caller of a call: {entry!r}"
         )
 
     def to_json(self) -> str:
-        """Return the value of ``htp.callers``: the callers that do not follow from the module tree."""
-        plain: dict[str, list[int | list[str | int] | None]] = {}
+        """Return the value of ``htp.callers``: the callers that differ from the default of the module tree."""
+        entries: dict[str, list[int | list[str | int] | None]] = {}
         for path in self._hierarchy:
-            callers, near = self._callers.get(path, ()), self._nearest(path)
-            if any(
-                caller != self._usual(Instance(path, number))
-                for number, caller in enumerate(callers)
-            ):
-                plain[path] = [
-                    None
-                    if caller is None
-                    else caller.call
-                    if caller.path == near
-                    else [caller.path, caller.call]
-                    for caller in callers
-                ]
-        return tags.json_text(plain)
+            callers = list(self._callers.get(path, ()))
+            if callers != [self._usual(Instance(path, number)) for number in range(len(callers))]:
+                nearest = self._nearest(path)
+                entries[path] = [_caller_to_json(caller, nearest) for caller in callers]
+        return tags.json_text(entries)
 
     def among(self, hierarchy: Hierarchy) -> CallTree:
-        """Return the calls of the modules that another tree has, too."""
+        """Return a call tree for another module tree, with the known callers of the modules in both."""
         callers = {path: calls for path, calls in self._callers.items() if path in hierarchy}
         return CallTree(hierarchy, callers if self._is_known else None)
 
-    # --- which call ran in which ----------------------------------------------------------------------------
+    # --- callers and callees -------------------------------------------------------------------------------
 
     def caller(self, call: Instance) -> Instance | None:
         """Return the caller of a call; None for the outermost. Its number is -1 if it is unknown."""
-        known = self._callers.get(call.path)
-        if known is not None and 0 <= call.call < len(known):
-            return known[call.call]
+        callers = self._callers.get(call.path)
+        if callers is not None and 0 <= call.call < len(callers):
+            return callers[call.call]
         return self._usual(call)
 
     def _usual(self, call: Instance) -> Instance | None:
-        near = self._nearest(call.path)
-        if near is None:
+        """Return the default caller of a call: that of the nearest ancestor, at an equal share of its calls."""
+        nearest = self._nearest(call.path)
+        if nearest is None:
             return None
-        ran, around = self._ran(call.path), self._ran(near)
-        if around == 1:
-            return Instance(near)
-        share, rest = divmod(ran, around)
-        return Instance(
-            near, call.call // share if call.call >= 0 and share and not rest else _UNKNOWN
-        )
+        calls, caller_calls = self._ran(call.path), self._ran(nearest)
+        if caller_calls == 1:
+            return Instance(nearest)
+        share, rest = divmod(calls, caller_calls)
+        if call.call < 0 or not share or rest:
+            return Instance(nearest, _UNKNOWN)
+        return Instance(nearest, call.call // share)
 
     def chain(self, call: Instance) -> tuple[Instance, ...]:
         """Return the call and its callers, innermost first."""
@@ -230,68 +230,67 @@ class CallTree:
     def inside(self, call: Instance) -> dict[str, tuple[int, ...]]:
         """Return the calls that ran in a call, including itself: module path → numbers of its calls.
 
-        If the file does not record them, a warning is logged, and all calls that may have run in it
-        are included.
+        If the file does not record the callers, a warning is logged, and all calls that may have
+        run in the call are included.
         """
         self.warn(call.path)
         return {path: numbers for path in self._hierarchy if (numbers := self.numbers(path, call))}
 
     def numbers(self, path: str, call: Instance) -> tuple[int, ...]:
-        """Return the numbers of the calls of a module that ran in a call of another one; as in ``inside``."""
+        """Return the numbers of the calls of a module that ran in a call of another one, as in `inside`."""
         numbers = range(self._ran(path))
-        if not self._ran(call.path):  # it only holds others
+        if not self._ran(call.path):  # a container, which never runs
             return tuple(numbers) if tags.is_under(path, call.path) else ()
-        around = (call, Instance(call.path, _UNKNOWN))
-        return tuple(
-            number
-            for number in numbers
-            if not self._part(Instance(path, number)).running.isdisjoint(around)
-        )
+        return tuple(number for number in numbers if self._may_run_in(path, number, call))
+
+    def _may_run_in(self, path: str, number: int, call: Instance) -> bool:
+        """Return whether a call ran in another one, or in a call of the same module with an unknown number."""
+        running = self._part(Instance(path, number)).running
+        return call in running or Instance(call.path, _UNKNOWN) in running
 
     def warn(self, path: str) -> None:
-        """Log once for which modules below a module the file does not record the calling call."""
+        """Log, once for a module, the descendants whose callers the file does not record."""
         if self._ran(path) < 2 or path in self._warned:
             return
         self._warned.add(path)
-        below = [
-            module for module in self._hierarchy if module != path and tags.is_under(module, path)
-        ]
-        guessed = [module for module in below if self._is_guessed(module)]
-        lost = [
-            module
-            for module in guessed
-            if (caller := self.caller(Instance(module))) and caller.call == _UNKNOWN
-        ]
-        even = [module for module in guessed if module not in lost]
-        for paths, what in (
-            (even, "each is taken to have run equally often in every call"),
-            (lost, "their nodes are in no call of it"),
-        ):
-            if paths:
-                _log.warning(
-                    "the file does not say in which calls of module %r these ran: %s; %s. Files that are exported anew "
-                    "say it (%s)",
-                    *(path, ", ".join(map(repr, paths)), what, tags.CALLERS),
-                )
+        even: list[str] = []
+        unknown: list[str] = []
+        for module in self._hierarchy:
+            if module == path or not tags.is_under(module, path) or not self._is_guessed(module):
+                continue
+            caller = self.caller(Instance(module))
+            is_unknown = caller is not None and caller.call == _UNKNOWN
+            (unknown if is_unknown else even).append(module)
+        self._warn_of(path, even, "each is assumed to have run equally often in every call")
+        self._warn_of(path, unknown, "their nodes are in no call of it")
+
+    def _warn_of(self, path: str, modules: Sequence[str], consequence: str) -> None:
+        if modules:
+            _log.warning(
+                "the file does not record in which calls of module %r these ran: %s; %s. A new export of the model "
+                "records it (%s)",
+                *(path, ", ".join(map(repr, modules)), consequence, tags.CALLERS),
+            )
 
     def _is_guessed(self, path: str) -> bool:
-        near = self._nearest(path)
-        return (
-            not self._is_known and self._ran(path) > 0 and near is not None and self._ran(near) > 1
-        )
+        if self._is_known or self._ran(path) == 0:
+            return False
+        nearest = self._nearest(path)
+        return nearest is not None and self._ran(nearest) > 1
 
     def _ran(self, path: str) -> int:
+        """Return the number of calls of a module."""
         info = self._hierarchy.get(path)
         return info.calls if info is not None else 0
 
     def _nearest(self, path: str) -> str | None:
+        """Return the nearest ancestor of a module that ran; None without one."""
         if path not in self._near:
-            self._near[path] = next(
-                (up for up in tags.ancestors(path) if up != path and self._ran(up)), None
-            )
+            above = (up for up in tags.ancestors(path) if up != path)
+            self._near[path] = next((up for up in above if self._ran(up)), None)
         return self._near[path]
 
-    # --- whose work a node does -----------------------------------------------------------------------------
+    # --- the calls of a node -------------------------------------------------------------------------------
 
     def work(self, owners: tuple[str, ...], encoded: str = "") -> NodeCalls:
         """Return the calls whose operations a node computes, by its owners and its ``tags.encoded_calls``."""
@@ -300,21 +299,29 @@ class CallTree:
         return self._works[owners, encoded]
 
     def of_calls(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> NodeCalls:
-        """Return the calls of a node with these owners into which the work of the given calls was merged."""
-        every = list(dict.fromkeys(calls))
-        around = {up for call in every for up in self.chain(call)[1:]} if len(every) > 1 else ()
-        parts = tuple(self._part(call) for call in every if call not in around)
-        modules = (
-            parts[0].modules
-            if len(parts) == 1
-            else frozenset[str]().union(*(part.modules for part in parts))
-        )
+        """Return the calls of a node with these owners that computes the operations of ``calls``.
+
+        A call that is only the caller of another one is dropped.
+        """
+        distinct = list(dict.fromkeys(calls))
+        callers = set[Instance]()
+        if len(distinct) > 1:
+            for call in distinct:
+                callers.update(self.chain(call)[1:])
+        parts = tuple(self._part(call) for call in distinct if call not in callers)
+        if len(parts) == 1:
+            modules = parts[0].modules
+        else:
+            modules = frozenset[str]().union(*(part.modules for part in parts))
         return NodeCalls(owners, parts, modules)
 
     def around_owners(self, work: NodeCalls) -> dict[str, frozenset[str]]:
         """Return owner → modules whose regions contain the owner's share of the node."""
         modules = dict.fromkeys(work.owners, frozenset[str]())
-        for call in {call for part in work.parts for call in part.running if call.path in modules}:
+        owner_calls = set[Instance]()
+        for part in work.parts:
+            owner_calls.update(call for call in part.running if call.path in modules)
+        for call in owner_calls:
             modules[call.path] |= self._part(call).modules
         return modules
 
@@ -323,74 +330,100 @@ class CallTree:
         work = self.of_calls(owners, calls)
         if not work.parts:
             return ""
+        candidates = [""]
         (first, *more) = work.calls
-        by_number = (
-            str(first.call)
-            if not more and first.path == owners[-1] and self._ran(first.path) > 1
-            else ""
-        )
-        for encoded in (by_number, ""):
+        if not more and first.path == owners[-1] and self._ran(first.path) > 1:
+            candidates.insert(0, str(first.call))
+        for encoded in candidates:
             if {*self.work(owners, encoded).calls} == {*work.calls}:
                 return encoded
-        listed: defaultdict[str, list[int]] = defaultdict(list)
+        numbers: defaultdict[str, list[int]] = defaultdict(list)
         for call in work.calls:
-            listed[call.path].append(call.call)
-        return tags.json_text(listed)
+            numbers[call.path].append(call.call)
+        return tags.json_text(numbers)
 
     def encode_merged_calls(
         self, owners: tuple[str, ...], nodes: Iterable[tuple[tuple[str, ...], str]]
     ) -> str:
-        """Return the encoded calls of a node that does the work of several, by owners and encoded calls of each."""
-        return self.encode_calls(
-            owners, [call for node in dict.fromkeys(nodes) for call in self.work(*node).calls]
-        )
+        """Return the encoded calls of a node that replaces several nodes.
+
+        ``nodes``: the owners and the encoded calls of each of these nodes.
+        """
+        calls: list[Instance] = []
+        for node_owners, encoded in dict.fromkeys(nodes):
+            calls += self.work(node_owners, encoded).calls
+        return self.encode_calls(owners, calls)
 
     def _part(self, call: Instance) -> Part:
         if call not in self._parts:
             running: dict[Instance, None] = {}
-            current, around = call, Part(call, frozenset(), frozenset())
-            while current not in running:  # in a file, calls may be in a circle
+            current, outer = call, Part(call, frozenset(), frozenset())
+            while current not in running:  # in an untrusted file, calls may form a cycle
                 running[current] = None
                 caller = self.caller(current)
-                if caller is None or caller in self._parts:
-                    around = self._parts[caller] if caller is not None else around
+                if caller is None:
+                    break
+                if caller in self._parts:
+                    outer = self._parts[caller]
                     break
                 current = caller
-            paths = [each.path for each in running]
-            containers = (up for up in tags.all_above(paths, around.modules) if not self._ran(up))
-            modules = around.modules.union((*paths, *containers, ""))
-            self._parts[call] = Part(
-                call, dict.fromkeys((*running, *around.running)).keys(), modules
-            )
+            paths = [caller.path for caller in running]
+            containers = (up for up in tags.all_above(paths, outer.modules) if not self._ran(up))
+            modules = outer.modules.union((*paths, *containers, ""))
+            all_running = dict.fromkeys((*running, *outer.running)).keys()
+            self._parts[call] = Part(call, all_running, modules)
         return self._parts[call]
 
     def _calls_of(self, owners: tuple[str, ...], encoded: str) -> list[Instance]:
-        listed = tags.calls_listed(encoded)
-        # a file may name others
-        listed = {path: calls for path, calls in listed.items() if path in self._hierarchy}
-        if listed:
-            return [
-                Instance(path, number) for path, numbers in listed.items() for number in numbers
-            ]
+        """Return the calls of a node.
+
+        They are the modules and numbers of ``htp.calls``, if there are any. Otherwise they are the
+        call of the last owner whose number is ``htp.call``, and all calls of each owner that did
+        not call it.
+        """
+        calls: list[Instance] = []
+        is_listed = False
+        for path, numbers in tags.calls_listed(encoded).items():
+            if path in self._hierarchy:  # an untrusted file may name other modules
+                is_listed = True
+                calls += [Instance(path, number) for number in numbers]
+        if is_listed:
+            return calls
         last: list[Instance] = []
+        running = set[str]()
         number = number_in(encoded)
         if number is not None and owners:
             last.append(Instance(owners[-1], number))
-        running = {caller.path for call in last for caller in self.chain(call)}
-        counts = {owner: max(self._ran(owner), 1) for owner in owners if owner not in running}
-        return [
-            *(
-                Instance(owner, number)
-                for owner, count in counts.items()
-                for number in range(count)
-            ),
-            *last,
-        ]
+            running = {caller.path for caller in self.chain(last[0])}
+        for owner in dict.fromkeys(owners):
+            if owner not in running:
+                count = max(self._ran(owner), 1)
+                calls += [Instance(owner, number) for number in range(count)]
+        return [*calls, *last]
+
+
+def _caller_to_json(caller: Instance | None, nearest: str | None) -> int | list[str | int] | None:
+    """Return the entry of a caller: only its number if it is a call of the nearest ancestor that ran."""
+    if caller is None:
+        return None
+    if caller.path == nearest:
+        return caller.call
+    return [caller.path, caller.call]
 
 
 def renumbered(
     tree: CallTree, work: NodeCalls, number: Callable[[Instance], Instance | None]
 ) -> list[Instance]:
-    """Return the calls of a node in a model with other numbers; for a call that it has not, the caller counts."""
-    every = (next(filter(None, map(number, tree.chain(call))), None) for call in work.calls)
-    return [call for call in every if call is not None]
+    """Return the calls of a node in another model, in which modules have other numbers of calls.
+
+    ``number`` maps a call to its counterpart, or None. A call missing from the mapping is replaced
+    by its caller.
+    """
+    calls: list[Instance] = []
+    for call in work.calls:
+        # the call itself, or its nearest caller with a counterpart
+        counterparts = filter(None, map(number, tree.chain(call)))
+        counterpart = next(counterparts, None)
+        if counterpart is not None:
+            calls.append(counterpart)
+    return calls

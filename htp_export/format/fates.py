@@ -1,4 +1,4 @@
-"""The words of a module's ``fate``, and all that is the same of every module with one: asked for, not compared."""
+"""The fates of modules, with their meanings, colours and properties: other code does not compare names."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import StrEnum
 
 
 class Fate(StrEnum):
-    """What an export can make of a module; each is defined in ``docs/format.md``.
+    """The state of a module in an exported graph; each is defined in ``docs/format.md``.
 
-    A new one is a line here, the answers below where they differ from the others', and the evidence
-    that tells it (`htp_export.lineage.fates`). ``meaning`` is a clause, ``tone`` the colour on
-    pages: ``"accent"``, ``"warn"``, or ``""`` for that of the text.
+    A new fate is a line here, properties below that differ from the other fates, and the evidence
+    for it (`htp_export.lineage.fates`). ``meaning`` is a clause, ``tone`` the colour on pages:
+    ``"accent"``, ``"warn"``, or ``""`` for that of the text.
 
     Examples:
         >>> Fate("dead").meaning, Fate.DEAD.tone, f"{Fate.DEAD}"
@@ -48,47 +48,47 @@ class Fate(StrEnum):
 
     @classmethod
     def of_calls(cls, calls: int) -> Fate:
-        """The fate of a module of which only the number of runs is known."""
+        """Return the fate of a module if only its number of calls is known."""
         return cls.COMPUTED if calls else cls.UNCALLED
 
     @property
     def remark(self) -> str:
-        """The word, where a reader is to see it: ``""`` for modules that are as in PyTorch."""
+        """The name of the fate to show to a user; ``""`` for ``computed``."""
         return "" if self.is_exact else self.value
 
     @property
     def is_exact(self) -> bool:
-        """Whether a module has nodes, and a boundary of nothing but its inputs and outputs in PyTorch: it is closed."""
+        """Whether a module has nodes, and its boundary is exactly its inputs and outputs in PyTorch."""
         return self is Fate.COMPUTED
 
     @property
     def is_merged(self) -> bool:
-        """Whether only a module and others together are closed: ``fused_with``."""
+        """Whether a module has such a boundary only together with the modules in ``fused_with``."""
         return self is Fate.FUSED
 
     @property
     def does_work(self) -> bool:
-        """Whether nodes do the work of a module; of merged ones, maybe those of others."""
+        """Whether nodes compute the module; for a merged module, these may be nodes of its partners."""
         return self in (Fate.COMPUTED, Fate.FUSED)
 
     @property
     def has_result(self) -> bool:
-        """Whether a module gives tensors of its own that the model needs."""
+        """Whether a module produces tensors that the model needs."""
         return self.does_work or self.is_folded
 
     @property
     def is_folded(self) -> bool:
-        """Whether a module gives the same in every run, and constants stand in its place."""
+        """Whether the results of a module are the same in every run, and were replaced by constants."""
         return self is Fate.CONSTANT
 
     @property
     def is_needless(self) -> bool:
-        """Whether a module ran, and the model does without it."""
+        """Whether a module ran, but no output of the model depends on it."""
         return self is Fate.DEAD
 
     @property
     def passes_on(self) -> bool:
-        """Whether a module gives back a tensor that another one made."""
+        """Whether a module returns its input, which another module produced."""
         return self is Fate.IDENTITY
 
     @property

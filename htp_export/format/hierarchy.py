@@ -1,6 +1,6 @@
-"""The module tree: every module of a model with its class, its calls and its fate.
+"""The module tree: every module of a model with its class, its number of calls and its fate.
 
-It is read from an ``nn.Module`` and written into ONNX files as ``htp.modules``; see
+It is created from an ``nn.Module`` and written into ONNX files as ``htp.modules``; see
 ``docs/format.md``.
 """
 
@@ -26,16 +26,16 @@ class ModuleInfo:
     """One module of the tree.
 
     Attributes:
-        path: Its name in ``named_modules()``, made unique if an earlier module has that name;
+        path: Its name in ``named_modules()``, with a suffix if an earlier module has the same name;
             ``""`` for the root.
         class_name: Its fully qualified class, ``torch.nn.modules.linear.Linear``; ``""`` if
             unknown.
         calls: Number of runs of its ``forward`` during the export.
-        fate: What became of it; a word will do. If none is given, what ``calls`` say.
+        fate: Its fate, or the name of one; by default, the fate that follows from ``calls``.
         fused_with: For ``fused``: the paths of the modules with which it was merged.
         torch_name: Its name in ``named_modules()``, if that differs from the path; else None.
-        synthetic: Whether it is no module of the model but a step of one, as `decomposed_attention`
-            makes them.
+        synthetic: Whether it is not a module of the model but a step of one, which
+            `decomposed_attention` has created.
     """
 
     path: str
@@ -47,19 +47,18 @@ class ModuleInfo:
     synthetic: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Make a fate of the word."""
-        object.__setattr__(
-            self, "fate", Fate(self.fate) if self.fate else Fate.of_calls(self.calls)
-        )
+        """Convert the name of a fate to a `Fate`."""
+        fate = Fate(self.fate) if self.fate else Fate.of_calls(self.calls)
+        object.__setattr__(self, "fate", fate)
 
     @property
     def simple_class(self) -> str:
-        """The class without its module."""
+        """The name of the class without its Python module."""
         return self.class_name.rpartition(".")[2]
 
     @property
     def is_generated(self) -> bool:
-        """Whether torch made the class when it traced a model: it says nothing of what was traced.
+        """Whether torch generated the class when it traced a model, so that it is independent of the model.
 
         Examples:
             >>> ModuleInfo("", "torch.fx.graph_module.GraphModule").is_generated
@@ -68,18 +67,22 @@ class ModuleInfo:
         return self.class_name.startswith(_GENERATED)
 
     def may_be(self, other: ModuleInfo) -> bool:
-        """Whether two entries of a path can be one module, by their classes; unknown and generated ones fit any.
+        """Return whether two entries with the same path can be the same module, by their classes.
+
+        Unknown and generated classes match any class.
 
         Examples:
             >>> net, relu = ModuleInfo("", "nets.Net"), ModuleInfo("", "torch.nn.modules.activation.ReLU")
             >>> net.may_be(ModuleInfo("", "moved.Net")), net.may_be(relu), net.may_be(ModuleInfo("", ""))
             (True, False, True)
         """
-        known = all(each.class_name and not each.is_generated for each in (self, other))
-        return not known or self.simple_class == other.simple_class
+        for module in (self, other):
+            if not module.class_name or module.is_generated:
+                return True
+        return self.simple_class == other.simple_class
 
     def counted(self, calls: int) -> ModuleInfo:
-        """The module in a model where it runs another number of times; it is ``uncalled`` if that is 0 now."""
+        """Return the module with another number of calls; its fate becomes ``uncalled`` if that is 0 now."""
         if self.calls and not calls:
             return replace(self, calls=0, fate=Fate.UNCALLED, fused_with=())
         return replace(self, calls=calls)
@@ -89,13 +92,13 @@ _GENERATED = ("torch.fx.graph_module.", "torch.export.", "torch.nn.modules.modul
 
 
 class Hierarchy(Mapping[str, ModuleInfo]):
-    """Module path → module, in the order of ``named_modules()``; never changed once made. ``"."`` is the root, too.
+    """An immutable mapping of module paths to modules, in the order of ``named_modules()``; ``"."`` is the root, too.
 
     Args:
-        modules: The modules, the root among them; the paths differ.
+        modules: The modules, including the root, with distinct paths.
 
     Raises:
-        ValueError: If there is no root, or a path stands there twice.
+        ValueError: If there is no root, or a path is repeated.
 
     Examples:
         >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1), ModuleInfo("fc", "torch.nn.Linear")])
@@ -107,7 +110,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         listed = list(modules)
         self._modules = {module.path: module for module in listed}
         if len(self._modules) < len(listed):
-            raise ValueError("a module path stands there twice")
+            raise ValueError("a module path is repeated")
         if "" not in self._modules:
             raise ValueError("there is no root module")
 
@@ -115,8 +118,8 @@ class Hierarchy(Mapping[str, ModuleInfo]):
     def from_module(cls, module: torch.nn.Module) -> Hierarchy:
         """Return the tree of a PyTorch model before it ran: no calls, every fate ``uncalled``.
 
-        A module with several names is listed under the first; of several modules that have one
-        name, each has a path of its own, see ``ModuleInfo.torch_name``.
+        A module with several names is listed under the first one. Several modules with the same
+        name have distinct paths; see ``ModuleInfo.torch_name``.
 
         Examples:
             >>> import torch
@@ -135,7 +138,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     @classmethod
     def from_classes(cls, classes: Mapping[str, str]) -> Hierarchy:
-        """Return the tree of the modules that ran, path → class, and of every path above them.
+        """Return the tree of modules, path → class, and of all their ancestors.
 
         Examples:
             >>> list(Hierarchy.from_classes({"layer.0.fc": "torch.nn.modules.linear.Linear"}).classes)
@@ -147,17 +150,17 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     @classmethod
     def from_json(cls, text: str) -> Hierarchy:
-        """Parse the value of ``htp.modules``; a ValueError names the module. Unknown keys are passed over.
+        """Parse the value of ``htp.modules``; a ValueError names the module at fault. Unknown keys are ignored.
 
         Examples:
             >>> Hierarchy.from_json('{"": {"class": "net.Net", "calls": 1, "fate": "computed"}}').root.calls
             1
         """
-        listed = tags.json_object(tags.MODULES, text, "module paths")
-        return cls(_module_from_json(path, entry) for path, entry in listed.items())
+        entries = tags.json_object(tags.MODULES, text, "module paths")
+        return cls(_module_from_json(path, entry) for path, entry in entries.items())
 
     def check_calls(self, nodes: Callable[[], int]) -> None:
-        """Refuse (``ValueError``) more calls than a file with so many ``nodes`` may state; a module is named."""
+        """Refuse (``ValueError``) too many calls for a file; ``nodes`` returns its number of nodes."""
         calls = sum(module.calls for module in self.values())
         if calls > MOST_CALLS and calls > CALLS_OF_A_NODE * nodes():
             most = max(self.values(), key=lambda module: module.calls)
@@ -167,20 +170,21 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             )
 
     def to_json(self) -> str:
-        """Return the tree as the file format's ``htp.modules``."""
+        """Return the value of ``htp.modules``."""
         entries: dict[str, dict[str, Any]] = {}
         for module in self.values():
-            entries[module.path] = {
+            entry: dict[str, Any] = {
                 "class": module.class_name,
                 "calls": module.calls,
                 "fate": module.fate,
             }
             if module.fate.is_merged:
-                entries[module.path]["with"] = list(module.fused_with)
+                entry["with"] = list(module.fused_with)
             if module.torch_name is not None:
-                entries[module.path]["name"] = module.torch_name
+                entry["name"] = module.torch_name
             if module.synthetic:
-                entries[module.path]["synthetic"] = True
+                entry["synthetic"] = True
+            entries[module.path] = entry
         return tags.json_text(entries)
 
     def with_results(
@@ -190,7 +194,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         fates: Mapping[str, str] | None = None,
         fused_with: Mapping[str, Sequence[str]] | None = None,
     ) -> Hierarchy:
-        """Return a tree that knows what an export did; modules that are not named stay as they are.
+        """Return the tree with results of an export; modules that are missing in a mapping keep their values.
 
         Examples:
             >>> tree = Hierarchy([ModuleInfo("", "net.Net"), ModuleInfo("bn", "torch.nn.BatchNorm2d")])
@@ -200,20 +204,19 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         calls, fates, fused_with = calls or {}, fates or {}, fused_with or {}
         modules = []
         for path, module in self.items():
+            count = calls.get(path, module.calls)
             fate = Fate(fates.get(path, module.fate))
-            merged = tuple(fused_with.get(path, module.fused_with)) if fate.is_merged else ()
-            modules.append(
-                replace(module, calls=calls.get(path, module.calls), fate=fate, fused_with=merged)
-            )
+            partners = tuple(fused_with.get(path, module.fused_with)) if fate.is_merged else ()
+            modules.append(replace(module, calls=count, fate=fate, fused_with=partners))
         return Hierarchy(modules)
 
     def including(
         self, calls: Mapping[str, int], classes: Mapping[str, str] | None = None
     ) -> Hierarchy:
-        """Return a tree that has these modules, too, for files that name more than they list.
+        """Return the tree with further modules, for files with tags of modules that are not in the tree.
 
-        Known modules stay as they are; what lies above one that ran and is not named is a
-        container, which never runs.
+        ``calls``: module path → number of calls. Existing modules are unchanged. A missing ancestor
+        is added as a container, which never runs.
 
         Examples:
             >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1)]).including({"layer.0": 2})
@@ -258,74 +261,67 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     @cached_property
     def classes(self) -> Mapping[str, str]:
-        """Module path → fully qualified class, in order; what ``selectors.select`` takes."""
+        """Module path → fully qualified class, in order: the argument of ``selectors.select``."""
         return {path: module.class_name for path, module in self.items()}
 
     def parent(self, path: str) -> str | None:
-        """Return the nearest module above a path, which need not be a module itself; None above the root."""
+        """Return the nearest ancestor of a path that is a module; None for the root."""
         return tags.nearest_above(path, self._modules)
 
     def children(self, path: str) -> tuple[str, ...]:
-        """Return the modules right below one, in order."""
+        """Return the paths of the children of a module, in order."""
         return self._children[path]
 
     @cached_property
     def _children(self) -> dict[str, tuple[str, ...]]:
-        below: dict[str, list[str]] = {path: [] for path in self}
+        children_of: dict[str, list[str]] = {path: [] for path in self}
         for path in self:
             parent = self.parent(path)
             if parent is not None:
-                below[parent].append(path)
-        return {path: tuple(children) for path, children in below.items()}
+                children_of[parent].append(path)
+        return {path: tuple(children) for path, children in children_of.items()}
 
 
 def _module_from_json(path: str, entry: object) -> ModuleInfo:
     if not isinstance(entry, dict):
         raise ValueError(f"{tags.MODULES}: module {path!r} is not a JSON object")  # noqa: TRY004 - it is a bad value
     class_name, calls, fate = entry.get("class"), entry.get("calls"), entry.get("fate")
-    merged, torch_name, synthetic = (
-        entry.get("with", []),
-        entry.get("name"),
-        entry.get("synthetic", False),
-    )
+    partners = entry.get("with", [])
+    torch_name = entry.get("name")
+    synthetic = entry.get("synthetic", False)
     if not isinstance(class_name, str):
         problem = f"'class' is not a string: {class_name!r}"
     elif type(calls) is not int or calls < 0:
         problem = f"'calls' is not a count: {calls!r}"
     elif fate not in tuple(Fate):
         problem = f"'fate' is none of {', '.join(Fate)}: {fate!r}"
-    elif not isinstance(merged, list) or not all(
-        isinstance(path_of_other, str) for path_of_other in merged
-    ):
-        problem = f"'with' is not a list of module paths: {merged!r}"
+    elif not isinstance(partners, list) or not all(isinstance(other, str) for other in partners):
+        problem = f"'with' is not a list of module paths: {partners!r}"
     elif not (torch_name is None or isinstance(torch_name, str)):
         problem = f"'name' is not a string: {torch_name!r}"
     elif not isinstance(synthetic, bool):
         problem = f"'synthetic' is neither true nor false: {synthetic!r}"
     else:
-        known = Fate(fate)
-        partners = tuple(merged) if known.is_merged else ()
-        return ModuleInfo(path, class_name, calls, known, partners, torch_name, synthetic)
+        known_fate = Fate(fate)
+        fused_with = tuple(partners) if known_fate.is_merged else ()
+        return ModuleInfo(path, class_name, calls, known_fate, fused_with, torch_name, synthetic)
     raise ValueError(f"{tags.MODULES}: module {path!r}: {problem}")
 
 
 def _class_name(module: torch.nn.Module) -> str:
-    """The fully qualified class; for a scripted module, the name of the class that was scripted.
-
-    A ``GraphModule`` has a class of its own, which is given the name of the class that was traced.
-    """
+    """Return the fully qualified class; for a scripted module, the name of the original class."""
     kind = type(module)
-    scripted = (
-        getattr(module, "original_name", None) if kind.__module__.startswith("torch.jit") else None
-    )
-    if scripted:
-        return str(scripted)
-    renamed = kind.__qualname__.rpartition(".")[2] != kind.__name__
-    return f"{kind.__module__}.{kind.__name__ if renamed else kind.__qualname__}"
+    if kind.__module__.startswith("torch.jit"):
+        original_name = getattr(module, "original_name", None)
+        if original_name:
+            return str(original_name)
+    # a GraphModule has a class of its own, whose __name__ alone is that of the traced class
+    is_renamed = kind.__qualname__.rpartition(".")[2] != kind.__name__
+    return f"{kind.__module__}.{kind.__name__ if is_renamed else kind.__qualname__}"
 
 
 class ModulePath(NamedTuple):
-    """A module, its path, unique in the model, and its name in ``named_modules()``."""
+    """A module, its unique path, and its name in ``named_modules()``."""
 
     path: str
     name: str
@@ -335,8 +331,8 @@ class ModulePath(NamedTuple):
 def module_paths(model: nn.Module) -> list[ModulePath]:
     """Return every module of a model, once, in the order of ``named_modules()``.
 
-    The first module with a name has the name as its path. The paths of further ones are the name
-    and ``#2``, ``#3``, ...; the paths of the modules inside begin with that.
+    The path of a module is its name. If an earlier module has the same name, ``#2``, ``#3``, ... is
+    added to it, and so to the paths of its descendants.
 
     Examples:
         >>> import torch
@@ -354,9 +350,12 @@ def module_paths(model: nn.Module) -> list[ModulePath]:
 def _unique(
     module: nn.Module, path: str, name: str, taken: set[str], seen: set[int]
 ) -> Iterator[ModulePath]:
-    """Iterate over a module and the modules inside it, in the order of ``named_modules()``."""
-    free = itertools.chain([path], (f"{path}#{number}" for number in itertools.count(2)))
-    path = next(candidate for candidate in free if candidate not in taken)
+    """Iterate over a module and its descendants, in the order of ``named_modules()``."""
+    unique_path = path
+    numbers = itertools.count(2)
+    while unique_path in taken:
+        unique_path = f"{path}#{next(numbers)}"
+    path = unique_path
     taken.add(path)
     seen.add(id(module))
     yield ModulePath(path, name, module)

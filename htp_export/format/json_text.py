@@ -1,7 +1,7 @@
-"""JSON in metadata of files, which are not trusted: its numbers and its depth have bounds.
+"""JSON in the metadata of untrusted files: numbers and the nesting depth are bounded.
 
-Python reads integers of any length; what is computed of them may take any time and memory, and
-``str`` refuses more than 4,300 digits. A value that is read here can be written as JSON, compared
+Python parses integers of any length, but computing with them may take any time and memory, and
+``str`` refuses more than 4,300 digits. A value that is parsed here can be written as JSON, compared
 and printed.
 """
 
@@ -22,9 +22,9 @@ _MOST_DIGITS_OF_A_FLOAT = sys.float_info.max_10_exp + 1
 def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
     """Parse JSON; a ``ValueError`` for other text, an integer beyond 64 bits, and more than `DEEPEST` levels.
 
-    ``finite`` also refuses NaN and infinite numbers, which Python reads and writes, and JSON does
-    not have. Without it, what other programs write is read: a whole number beyond 64 bits is a
-    float, as most of them have it.
+    ``finite`` also refuses NaN and infinite numbers, which Python accepts although JSON has none.
+    ``finite=False`` is for files of other programs: then an integer beyond 64 bits becomes a float,
+    as in most JSON parsers.
 
     Examples:
         >>> parse_json('{"fc": [0, 2.5]}')
@@ -35,18 +35,18 @@ def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
         Traceback (most recent call last):
         ValueError: a number has 5,000 digits
     """
-    kinds: dict[str, Any] = {"parse_int": _whole_or_float}
+    parsers: dict[str, Any] = {"parse_int": _integer_or_float}
     if finite:
-        kinds = {"parse_int": _whole, "parse_float": _finite, "parse_constant": _not_finite}
+        parsers = {"parse_int": _integer, "parse_float": _finite, "parse_constant": _not_finite}
     try:
-        value = json.loads(text, **kinds)
+        value = json.loads(text, **parsers)
     except RecursionError as error:
         raise ValueError(_too_deep()) from error
     _check_depth(value)
     return value
 
 
-def _whole(text: str) -> int:
+def _integer(text: str) -> int:
     digits = len(text.lstrip("-"))
     if digits > _MOST_DIGITS:
         raise ValueError(f"a number has {digits:,} digits")
@@ -56,9 +56,9 @@ def _whole(text: str) -> int:
     return number
 
 
-def _whole_or_float(text: str) -> int | float:
+def _integer_or_float(text: str) -> int | float:
     if len(text.lstrip("-")) > _MOST_DIGITS_OF_A_FLOAT:
-        return _whole(text)
+        return _integer(text)
     number = int(text)
     return number if -LARGEST - 1 <= number <= LARGEST else float(text)
 
@@ -71,23 +71,23 @@ def _finite(text: str) -> float:
 
 
 def _not_finite(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _too_deep() -> str:
-    return f"more than {DEEPEST} lists and objects are inside one another"
+    return f"lists and objects are nested more than {DEEPEST} levels deep"
 
 
 def _check_depth(value: Any) -> None:
     level, depth = [value], 0
-    while level := list(_inside(level)):
+    while level := list(_items(level)):
         depth += 1
         if depth > DEEPEST:
             raise ValueError(_too_deep())
 
 
-def _inside(values: list[Any]) -> Iterator[Any]:
-    """The lists and objects among values are taken apart, one level."""
+def _items(values: list[Any]) -> Iterator[Any]:
+    """Yield the items of all lists and objects among ``values``."""
     for value in values:
         if isinstance(value, dict):
             yield from value.values()

@@ -1,7 +1,7 @@
-"""The leaves of arguments and results, with the keys that lead to them.
+"""The leaves of nested arguments and results, with the keys that lead to them.
 
-Tuples, lists, mappings and dataclasses are taken apart, and so are containers that torch knows as
-such: classes registered with ``torch.utils._pytree`` and the key/value caches of transformers.
+Containers are tuples, lists, mappings, dataclasses, classes registered with
+``torch.utils._pytree``, and the key/value caches of transformers.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from typing import Any
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is a cache of transformers."""
-    known = sys.modules.get("transformers.cache_utils")
-    return known is not None and isinstance(value, known.Cache)
+    """Return whether a value is a key/value cache of transformers; does not import it."""
+    cache_utils = sys.modules.get("transformers.cache_utils")
+    return cache_utils is not None and isinstance(value, cache_utils.Cache)
 
 
 def named_leaves(
     tree: Any, name: str = "", above: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Everything in nested containers (transformers' outputs are mappings), with the keys that lead to it.
+    """Iterate over the leaves of nested containers, with the keys that lead to them, joined by dots.
 
-    A key that is no word and no number counts by its place: a tensor must not be looked at, while
-    it is being traced. A named tuple has the names of its fields. What contains itself is taken
-    apart once; ``above`` are the containers around.
+    A key of a mapping that is neither a string nor an integer is replaced by its position: it may
+    be a tensor, which must not be converted to text while it is traced. The keys of a named tuple
+    are its fields. A container that contains itself is expanded once; ``above`` are the ids of the
+    enclosing containers.
 
     Examples:
         >>> list(named_leaves({"x": 1, "states": (None, 2)}))
         [('x', 1), ('states.0', None), ('states.1', 2)]
     """
-    for place, leaf in _in_plain(tree, name):
+    for leaf_name, leaf in _in_plain(tree, name):
         parts = None if id(leaf) in above else _parts(leaf)
         if parts is None:
-            yield place, leaf
+            yield leaf_name, leaf
             continue
         for key, part in parts:
-            yield from named_leaves(part, _joined(place, key), (*above, id(leaf)))
+            yield from named_leaves(part, _joined(leaf_name, key), (*above, id(leaf)))
 
 
 def named_tensors_in(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -53,21 +54,19 @@ def tensors_in(tree: Any) -> Iterator[Any]:
 
 
 def containers_in(tree: Any, name: str = "") -> Iterator[str]:
-    """The names of the containers that are no tuples, lists or mappings: caches, and others that torch knows."""
-    return (
-        place
-        for place, leaf in _in_plain(tree, name)
-        if is_cache(leaf) or _node_of(leaf) is not None
-    )
+    """Iterate over the names of containers other than tuples, lists and mappings: caches, and pytree classes."""
+    for leaf_name, leaf in _in_plain(tree, name):
+        if is_cache(leaf) or _node_of(leaf) is not None:
+            yield leaf_name
 
 
 def caches_in(tree: Any) -> Iterator[Any]:
-    """The caches of transformers in tuples, lists and mappings."""
+    """Iterate over the caches of transformers in tuples, lists and mappings."""
     return (leaf for _, leaf in _in_plain(tree, "") if is_cache(leaf))
 
 
 def _in_plain(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything in tuples, lists and mappings that is none of these, with the keys that lead to it."""
+    """Iterate over the items of nested tuples, lists and mappings, with the keys that lead to them."""
     items = _items(tree)
     if items is None:
         yield name, tree
@@ -81,58 +80,70 @@ def _joined(name: str, key: Any) -> str:
 
 
 def _items(tree: Any) -> Iterator[tuple[Any, Any]] | None:
+    """Return the keys and items of a tuple, list or mapping; None for another value."""
     if isinstance(tree, Mapping):
-        named = (key if isinstance(key, (str, int)) else place for place, key in enumerate(tree))
-        return iter(list(zip(named, tree.values(), strict=True)))
+        keys = [key if isinstance(key, (str, int)) else index for index, key in enumerate(tree)]
+        return iter(list(zip(keys, tree.values(), strict=True)))
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return iter(list(zip(tree._fields, tree, strict=True)))
-    return iter(list(enumerate(tree))) if isinstance(tree, (tuple, list)) else None
+    if isinstance(tree, (tuple, list)):
+        return iter(list(enumerate(tree)))
+    return None
 
 
 def _parts(container: Any) -> Iterator[tuple[Any, Any]] | None:
-    """The parts of a dataclass or container that torch takes apart, in order, and of a cache; None for anything else.
+    """Return the keys and parts of a dataclass, a pytree class or a cache, in order; None for another value.
 
-    Where torch only counts the parts, as ``transformers.exporters`` has it for caches, a tensor is
-    named by the attributes that lead to it: ``layers.0.keys``. So are the tensors of caches that
-    are registered in another way.
+    If the pytree class has only positions as keys, as ``transformers.exporters`` registers caches,
+    the key of a tensor is the attributes that lead to it: ``layers.0.keys``. This also applies to
+    the tensors of caches that are registered in another way.
     """
     node = _node_of(container)
-    if node is None and is_dataclass(container) and not isinstance(container, type):
-        return iter(
-            [(each.name, getattr(container, each.name, None)) for each in fields(container)]
-        )
     if node is None:
+        if is_dataclass(container) and not isinstance(container, type):
+            names = [field.name for field in fields(container)]
+            return iter([(name, getattr(container, name, None)) for name in names])
         return _attributes(container) if is_cache(container) else None
     try:
-        if node.flatten_with_keys_fn is None:
-            children: list[Any] = list(enumerate(node.flatten_fn(container)[0]))
-        else:
-            children = [
-                (_plain(key), child) for key, child in node.flatten_with_keys_fn(container)[0]
-            ]
-    except Exception:  # the code of another library: what it cannot take apart is one leaf
+        children = _flattened(node, container)
+    except Exception:  # code of another library: if it fails, the container is a leaf
         return None
     if is_cache(container):
         children = list(enumerate(tensors_in([child for _, child in children])))
     if all(isinstance(key, int) for key, _ in children):
-        known: dict[int, list[str]] = {}
-        for key, tensor in _attributes(container):
-            known.setdefault(id(tensor), []).append(key)
-        children = [
-            (known[id(child)].pop(0) if known.get(id(child)) else key, child)
-            for key, child in children
-        ]
+        children = _named_by_attributes(children, container)
     return iter(children)
 
 
+def _flattened(node: Any, container: Any) -> list[tuple[Any, Any]]:
+    """Return the keys and children of a container, by the functions that its class registered with torch."""
+    if node.flatten_with_keys_fn is None:
+        return list(enumerate(node.flatten_fn(container)[0]))
+    return [(_plain(key), child) for key, child in node.flatten_with_keys_fn(container)[0]]
+
+
+def _named_by_attributes(children: list[tuple[Any, Any]], container: Any) -> list[tuple[Any, Any]]:
+    """Replace the keys of tensors by the attributes of the container that lead to them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in _attributes(container):
+        names.setdefault(id(tensor), []).append(name)
+    named: list[tuple[Any, Any]] = []
+    for key, child in children:
+        # a tensor may be in several attributes: each occurrence uses the next one
+        remaining = names.get(id(child))
+        named.append((remaining.pop(0) if remaining else key, child))
+    return named
+
+
 def _node_of(value: Any) -> Any:
+    """Return the registration of a pytree class; None for other classes."""
     from torch.utils._pytree import SUPPORTED_NODES
 
     return SUPPORTED_NODES.get(type(value))
 
 
 def _plain(key: Any) -> Any:
-    """The key, position or attribute that an entry of one of torch's key paths stands for."""
+    """Return the key, index or attribute name of an entry of one of torch's key paths."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -142,18 +153,15 @@ def _plain(key: Any) -> Any:
 def _attributes(
     value: Any, name: str = "", above: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Every tensor in the attributes of an object, at any depth, with the attributes and keys that lead to it."""
+    """Iterate over the tensors in the attributes of an object, at any depth, with the names that lead to them."""
     import torch
 
     if isinstance(value, torch.Tensor):
         yield name, value
         return
     items: Any = _items(value)
-    if (
-        items is None
-        and hasattr(value, "__dict__")
-        and not isinstance(value, (type, torch.nn.Module))
-    ):
+    is_object = hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module))
+    if items is None and is_object:
         items = iter(list(vars(value).items()))
     if items is None or id(value) in above:
         return

@@ -1,4 +1,4 @@
-"""What the model's metadata says of its modules, taps, adapters and steps, in one place; see ``docs/format.md``."""
+"""Read and write the metadata of a model: modules, taps, adapters and processing steps; see ``docs/format.md``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def write_model_metadata(
     parameters: Mapping[str, ModuleParameters] | None = None,
     contamination: Iterable[tuple[str, str, bool]] = (),
 ) -> None:
-    """Write what is known of a model's modules; what is not given stays as it was.
+    """Write the metadata of a model's modules; entries for arguments that are None are unchanged.
 
-    The map of `htp_export.embed_map` goes: it tells of the graph as it was. ``contamination`` is
-    ``(module, tensor, leaves)`` for boundary tensors that PyTorch does not know.
+    The map of `htp_export.embed_map` is removed, because it describes an earlier state of the
+    graph. ``contamination`` is ``(module, tensor, leaves)`` for boundary tensors that PyTorch does
+    not have.
 
     Examples:
         >>> from htp_export.format.hierarchy import ModuleInfo
@@ -53,7 +54,7 @@ def write_model_metadata(
 
 
 def _parsed(key: str, text: str | None, of: str, parse: Callable[[Any], _T]) -> _T:
-    """What is written under a key, an empty object where nothing is; a ValueError if it is not as described."""
+    """Parse the value of a key with ``parse``, an empty object if it is missing; a ValueError if it is invalid."""
     try:
         return parse(parse_json(text or "{}"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -61,13 +62,14 @@ def _parsed(key: str, text: str | None, of: str, parse: Callable[[Any], _T]) -> 
 
 
 def _write(metadata: MutableMapping[str, str], key: str, entries: Mapping[str, Any]) -> None:
+    """Write entries under a key; without entries, remove the key."""
     metadata.pop(key, None)
     if entries:
         metadata[key] = tags.json_text(entries)
 
 
 def read_contamination(metadata: Mapping[str, str]) -> set[tuple[str, str, bool]]:
-    """``(module, tensor, leaves)`` for boundary tensors that PyTorch does not know; empty where that cannot be read.
+    """Return ``(module, tensor, leaves)`` for boundary tensors that PyTorch does not have; empty if invalid.
 
     Examples:
         >>> read_contamination({"htp.contamination": '[["fc","x",false]]'}), read_contamination({})
@@ -85,8 +87,8 @@ class Tap:
     """One output that was added to a file.
 
     Attributes:
-        places: The sides of modules that it gives: ``encoder.layer.0:out``.
-        made: Names of the tensors that only it needs, its own among them.
+        places: The sides of modules whose tensor it returns: ``encoder.layer.0:out``.
+        made: Names of the tensors that only this output needs, including its own.
     """
 
     places: tuple[str, ...]
@@ -94,26 +96,27 @@ class Tap:
 
 
 def taps_from_json(text: str) -> dict[str, Tap]:
-    """Parse the value of ``htp.taps``: output → what it is; a ValueError if it is not as described.
+    """Parse the value of ``htp.taps``: name of an output → its tap; a ValueError if it is invalid.
 
     Examples:
         >>> taps_from_json('{"h":{"places":["fc:out"],"made":["h"]}}')
         {'h': Tap(places=('fc:out',), made=('h',))}
     """
 
-    def tap(entry: Any) -> Tap:
-        return Tap(tuple(map(str, entry["places"])), tuple(map(str, entry["made"])))
+    def parse(entries: Any) -> dict[str, Tap]:
+        return {name: _tap_from_json(entry) for name, entry in entries.items()}
 
-    return _parsed(
-        tags.TAPS,
-        text,
-        "outputs with places",
-        lambda listed: {name: tap(entry) for name, entry in listed.items()},
-    )
+    return _parsed(tags.TAPS, text, "outputs with places", parse)
+
+
+def _tap_from_json(entry: Any) -> Tap:
+    places = tuple(map(str, entry["places"]))
+    made = tuple(map(str, entry["made"]))
+    return Tap(places, made)
 
 
 def write_taps(metadata: MutableMapping[str, str], taps: Mapping[str, Tap]) -> None:
-    """Write which outputs are taps; no entry if there are none."""
+    """Write the taps of a model; no entry if there are none."""
     _write(metadata, tags.TAPS, {name: asdict(tap) for name, tap in taps.items()})
 
 
@@ -121,7 +124,7 @@ FACTORS = ("A", "B")
 
 
 def factor_module(path: str, factor: str) -> str:
-    """The path of the module that computes the product with a factor.
+    """Return the path of the module that multiplies by a factor of a low-rank adapter.
 
     Examples:
         >>> factor_module("encoder.fc", "A"), factor_module("", "B")
@@ -131,7 +134,7 @@ def factor_module(path: str, factor: str) -> str:
 
 
 def factor_name(path: str, factor: str) -> str:
-    """The name of a factor of a module, as in a PEFT checkpoint: the input of the model for it.
+    """Return the name of a factor of a module, as in a PEFT checkpoint: also the name of its model input.
 
     Examples:
         >>> factor_name("encoder.fc", "A")
@@ -141,53 +144,54 @@ def factor_name(path: str, factor: str) -> str:
 
 
 def read_lora(metadata: Mapping[str, str]) -> dict[str, float]:
-    """Module path → the factor by which its low-rank product is multiplied; empty if there are no such modules.
+    """Return module path → scaling of its low-rank adapter; empty if the model has no adapter inputs.
 
     Examples:
         >>> read_lora({"htp.lora": '{"fc":{"scaling":2.0}}'})
         {'fc': 2.0}
     """
 
-    def factors(listed: Any) -> dict[str, float]:
-        scalings = {str(path): float(entry["scaling"]) for path, entry in listed.items()}
+    def parse(entries: Any) -> dict[str, float]:
+        scalings = {str(path): float(entry["scaling"]) for path, entry in entries.items()}
         if not all(map(math.isfinite, scalings.values())):
             raise ValueError("a scaling is not finite")
         return scalings
 
-    return _parsed(tags.LORA, metadata.get(tags.LORA), "modules and their scaling", factors)
+    return _parsed(tags.LORA, metadata.get(tags.LORA), "modules and their scaling", parse)
 
 
 def write_lora(metadata: MutableMapping[str, str], layers: Mapping[str, float]) -> None:
-    """Write what `read_lora` reads; no entry if there are no such modules."""
+    """Write the scalings that `read_lora` returns; no entry if there are none."""
     _write(metadata, tags.LORA, {path: {"scaling": scaling} for path, scaling in layers.items()})
 
 
 def lora_modules(metadata: Mapping[str, str]) -> set[str]:
-    """The paths of the modules that were inserted for adapters; empty if the metadata cannot be read."""
+    """Return the paths of the modules that were inserted for adapters; empty if the metadata is invalid."""
     try:
-        return {factor_module(path, factor) for path in read_lora(metadata) for factor in FACTORS}
+        layers = read_lora(metadata)
     except ValueError:
         return set()
+    return {factor_module(path, factor) for path in layers for factor in FACTORS}
 
 
 def lora_of_inputs(metadata: Mapping[str, str], inputs: Container[str]) -> dict[str, float]:
-    """The part of what `read_lora` reads whose factors are among the inputs of a model.
+    """Return the scalings of `read_lora` for modules both of whose factors are inputs of the model.
 
-    Empty if the metadata cannot be read.
+    Empty if the metadata is invalid.
     """
     try:
         layers = read_lora(metadata)
     except ValueError:
         return {}
-    return {
-        path: scaling
-        for path, scaling in layers.items()
-        if all(factor_name(path, factor) in inputs for factor in FACTORS)
-    }
+
+    def is_adapted(path: str) -> bool:
+        return all(factor_name(path, factor) in inputs for factor in FACTORS)
+
+    return {path: scaling for path, scaling in layers.items() if is_adapted(path)}
 
 
 def read_placement(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Name of a session configuration entry → its value; empty if the model says none.
+    """Return the session configuration entries of a model, name → value; empty without them.
 
     Examples:
         >>> metadata: dict[str, str] = {}
@@ -196,30 +200,29 @@ def read_placement(metadata: Mapping[str, str]) -> dict[str, str]:
         {'session.layer_assignment_settings': 'gpu(=gpu)'}
     """
 
-    def entries(listed: Any) -> dict[str, str]:
-        return {str(name): str(value) for name, value in listed.items()}
+    def parse(entries: Any) -> dict[str, str]:
+        return {str(name): str(value) for name, value in entries.items()}
 
-    return _parsed(
-        tags.PLACEMENT, metadata.get(tags.PLACEMENT), "session configuration entries", entries
-    )
+    text = metadata.get(tags.PLACEMENT)
+    return _parsed(tags.PLACEMENT, text, "session configuration entries", parse)
 
 
 def write_placement(metadata: MutableMapping[str, str], entries: Mapping[str, str]) -> None:
-    """Write the entries, in place of those that were there."""
+    """Replace the session configuration entries of a model."""
     _write(metadata, tags.PLACEMENT, entries)
 
 
 @dataclass(frozen=True)
 class ProvenanceNote:
-    """One step that ran.
+    """One processing step that ran.
 
     Attributes:
         step: Its name.
-        options: Its options, as far as JSON can hold them; see `described_options`.
-        input: The hash of the model that it was given, see `content_hash`.
-        output: The hash of the model that it made; of a check, that of the model that it was given.
+        options: Its options, as far as JSON can represent them; see `described_options`.
+        input: The hash of its input model; see `content_hash`.
+        output: The hash of its result; for a check, which changes nothing, that of its input.
         files: Each option that names a file → the SHA-256 of the file.
-        versions: The packages that took part → their versions.
+        versions: The packages that the step used → their versions.
     """
 
     step: str
@@ -230,12 +233,12 @@ class ProvenanceNote:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The note as plain data, for JSON."""
+        """Return the note as a dictionary for JSON."""
         return asdict(self)
 
 
 def read_provenance(metadata: Mapping[str, str]) -> tuple[ProvenanceNote, ...]:
-    """The steps that a model's metadata names, in order; empty if it names none.
+    """Return the steps in a model's metadata, in order; empty without them; an InputError if they are invalid.
 
     Examples:
         >>> metadata: dict[str, str] = {}
@@ -246,8 +249,8 @@ def read_provenance(metadata: Mapping[str, str]) -> tuple[ProvenanceNote, ...]:
     if tags.PROVENANCE not in metadata:
         return ()
     try:
-        listed = parse_json(metadata[tags.PROVENANCE], finite=False)  # an option may be infinite
-        notes = tuple(ProvenanceNote(**entry) for entry in listed)
+        entries = parse_json(metadata[tags.PROVENANCE], finite=False)  # an option may be infinite
+        notes = tuple(ProvenanceNote(**entry) for entry in entries)
         if not all(map(_is_note, notes)):
             raise ValueError("a step has a name, options, two hashes, files and versions")
     except (ValueError, TypeError) as error:
@@ -256,12 +259,14 @@ def read_provenance(metadata: Mapping[str, str]) -> tuple[ProvenanceNote, ...]:
 
 
 def _is_note(note: ProvenanceNote) -> bool:
-    texts = all(isinstance(text, str) for text in (note.step, note.input, note.output))
-    return texts and all(
-        isinstance(each, dict) for each in (note.options, note.files, note.versions)
-    )
+    """Return whether the fields of a note, which come from a file, have valid types."""
+    texts = (note.step, note.input, note.output)
+    mappings = (note.options, note.files, note.versions)
+    if not all(isinstance(text, str) for text in texts):
+        return False
+    return all(isinstance(mapping, dict) for mapping in mappings)
 
 
 def write_provenance(metadata: MutableMapping[str, str], notes: Sequence[ProvenanceNote]) -> None:
-    """Write the steps that made a model, in place of those that it had."""
+    """Replace the recorded processing steps of a model."""
     metadata[tags.PROVENANCE] = tags.json_text([note.to_dict() for note in notes])

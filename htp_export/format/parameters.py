@@ -1,7 +1,7 @@
 """The parameters of each PyTorch module, by name and shape.
 
-The export writes them as ``htp.parameters``, because initializers do not show them: buffers are
-among them, a BatchNorm is folded into its convolution, and equal tensors are merged. See
+An export writes them as ``htp.parameters``, because they differ from the initializers: these
+include buffers, a BatchNorm is folded into its convolution, and equal tensors are merged. See
 ``docs/format.md``.
 """
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModuleParameters:
-    """The shapes of the parameters of one module alone; of a tied one, its full name in an earlier module."""
+    """The shapes of the parameters of one module, without its children.
+
+    ``tied``: name of a parameter that an earlier module has, too → its full name there.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -29,7 +32,7 @@ class ModuleParameters:
 
 @dataclass(frozen=True)
 class Declared:
-    """A parameter that PyTorch had; ``tied`` is the name of the same one in an earlier module, or ``""``."""
+    """A parameter of the PyTorch model; ``tied`` is its full name in an earlier module, or ``""``."""
 
     name: str
     module: str
@@ -38,23 +41,24 @@ class Declared:
 
     @property
     def first(self) -> str:
-        """The name that the parameter has in the first module that holds it."""
+        """The full name of the parameter in the first module that has it."""
         return self.tied or self.name
 
 
 def declared(parameters: Mapping[str, ModuleParameters]) -> dict[str, Declared]:
-    """Full name → parameter, of every module.
+    """Return full name → parameter, of all modules.
 
     Examples:
         >>> declared({"tail": ModuleParameters({"w": (3, 4)}, {"w": "head.w"})})["tail.w"].first
         'head.w'
     """
-    listed = (
-        Declared(tags.below(path, name), path, tuple(shape), held.tied.get(name, ""))
-        for path, held in parameters.items()
-        for name, shape in held.shapes.items()
-    )
-    return {parameter.name: parameter for parameter in listed}
+    by_name: dict[str, Declared] = {}
+    for path, module in parameters.items():
+        for name, shape in module.shapes.items():
+            full_name = tags.below(path, name)
+            tied = module.tied.get(name, "")
+            by_name[full_name] = Declared(full_name, path, tuple(shape), tied)
+    return by_name
 
 
 def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
@@ -86,22 +90,21 @@ def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
 def parameters_to_json(parameters: Mapping[str, ModuleParameters]) -> str:
     """Return the value of ``htp.parameters``: module path → name → shape, or the name of the tied parameter."""
     written: set[str] = set()
-    plain: dict[str, dict[str, str | list[int]]] = {}
+    entries: dict[str, dict[str, str | list[int]]] = {}
     for path, module in parameters.items():
-        plain[path] = {}
+        entry: dict[str, str | list[int]] = {}
         for name, shape in module.shapes.items():
             first = module.tied.get(name)
-            plain[path][name] = first if first in written and first is not None else list(shape)
+            entry[name] = first if first is not None and first in written else list(shape)
             written.add(tags.below(path, name))
-    return tags.json_text(plain)
+        entries[path] = entry
+    return tags.json_text(entries)
 
 
 def _is_shape(shape: object) -> bool:
-    return (
-        isinstance(shape, list)
-        and len(shape) <= MOST_DIMENSIONS
-        and all(type(size) is int and size >= 0 for size in shape)
-    )
+    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
+        return False
+    return all(type(size) is int and size >= 0 for size in shape)
 
 
 def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
@@ -111,20 +114,21 @@ def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
         >>> parameters_from_json('{"head":{"weight":[3,4]},"tail":{"w":"head.weight"}}')["tail"]
         ModuleParameters(shapes={'w': (3, 4)}, tied={'w': 'head.weight'})
     """
-    listed = tags.json_object(tags.PARAMETERS, text, "modules and their parameters", dict)
-    shapes: dict[str, tuple[int, ...]] = {}
+    entries = tags.json_object(tags.PARAMETERS, text, "modules and their parameters", dict)
+    shapes: dict[str, tuple[int, ...]] = {}  # by full name
     parameters = {}
-    for path, entry in listed.items():
+    for path, entry in entries.items():
         module_shapes: dict[str, tuple[int, ...]] = {}
         tied = {}
         for name, shape in entry.items():
             if isinstance(shape, str) and shape in shapes:
-                module_shapes[name], tied[name] = shapes[shape], shape
+                module_shapes[name] = shapes[shape]
+                tied[name] = shape
             elif _is_shape(shape):
                 module_shapes[name] = tuple(shape)
             else:
                 raise ValueError(
-                    f"{tags.PARAMETERS}: {name!r} of module {path!r} has no shape: {shape!r}"
+                    f"{tags.PARAMETERS}: {name!r} of module {path!r} has no valid shape: {shape!r}"
                 )
             shapes[tags.below(path, name)] = module_shapes[name]
         parameters[path] = ModuleParameters(module_shapes, tied)

@@ -1,13 +1,12 @@
-"""Regular expressions that are matched in time linear in the text, whatever the expression is.
+"""Regular expressions from untrusted files, matched in time linear in the length of the text.
 
-``re`` tries the ways in which an expression can match one after the other, which are more than can
-be tried for some expressions of a few characters: ``(.|.)*!``. Expressions come with files of
-others: selectors in the steps of a model file, patterns in the config of an adapter. They are
-matched here with all ways at once, as a nondeterministic automaton (Thompson, "Regular expression
-search algorithm", 1968; https://swtch.com/~rsc/regexp/regexp1.html).
+``re`` backtracks, which takes exponential time for some expressions of a few characters, such as
+``(.|.)*!``. Selectors in the steps of a model file and patterns in the config of an adapter are not
+trusted. They are matched here by a simulated nondeterministic automaton (Thompson, "Regular
+expression search algorithm", 1968; https://swtch.com/~rsc/regexp/regexp1.html).
 
-The syntax is that of ``re``, which parses it, without what is no regular language: references to
-groups, and groups that give nothing back (``(?>...)``, ``a*+``).
+The syntax is that of ``re``, which parses it, without constructs that are not regular: references
+to groups, atomic groups and possessive repeats (``(?>...)``, ``a*+``).
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from re import _constants, _parser  # type: ignore[attr-defined] # the parser of
 from typing import Any, TypeAlias
 
 _MOST_STATES = 50_000
-"""States of an automaton: an expression takes about one for each letter, and repeats its parts."""
+"""States of an automaton: an expression needs about one for each letter, and copies of repeated parts."""
 
 _FREE_VISITS, _MOST_VISITS = 1_000_000, 50
-"""Visits of states, which take half a microsecond each: so many at first, and so many for each character of the texts.
+"""Allowed visits of states: half a second at first, and this number for each character of the texts.
 
-Steps that were taken before are kept, and visit none. Expressions that people write have a few
-different ones.
+A visit takes half a microsecond. Transitions are cached, and then visit no states; expressions that
+people write have a few distinct transitions.
 """
 
 _VISITS_OF_A_CONDITION = 4
-"""Visits that one condition at one place counts as."""
+"""The cost of evaluating one condition at one position, in visits."""
 
 _NONE: frozenset[object] = frozenset()
 
 _MOST_KEPT = 200_000
-"""States in the steps that are kept."""
+"""States in cached transitions: some 10 MB of memory."""
 
 _OWN_FLAGS = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.ASCII
-"""Flags that decide what an item matches; the parser has applied the others."""
+"""Flags for matching one character; the parser has already applied the other flags."""
 
 _PLACES = {
     _constants.AT_BEGINNING: "^",
@@ -58,15 +57,15 @@ _CATEGORIES = {
 }
 
 _Items: TypeAlias = Sequence[tuple[Any, Any]]
-"""What the parser makes of an expression: operations and their arguments."""
+"""A parsed expression: operations and their arguments."""
 
 
 class Pattern:
     r"""A regular expression; matching takes time linear in the text.
 
     Raises:
-        ValueError: The expression cannot be read, is too large, or refers to groups; also of a
-            match that takes more steps than are allowed.
+        ValueError: The expression is invalid, too large, or not regular. Also raised by a match
+            that exceeds the allowed number of visited states.
 
     Examples:
         >>> Pattern(r"layer\.\d+").fullmatch("layer.12"), Pattern("(.|.|.)*!").fullmatch("encoder" * 100)
@@ -82,11 +81,11 @@ class Pattern:
             raise ValueError(str(error)) from error
 
     def fullmatch(self, text: str) -> bool:
-        """Whether the whole text matches."""
+        """Return whether the whole text matches."""
         return self._ends(text)[-1]
 
     def match(self, text: str) -> bool:
-        """Whether the text begins with a match."""
+        """Return whether the text begins with a match."""
         return any(self._ends(text))
 
     def _ends(self, text: str) -> Places:
@@ -96,7 +95,7 @@ class Pattern:
 
 @dataclass
 class _Work:
-    """What an expression took so far: its states, and visits of them when texts were matched."""
+    """The cost of an expression so far: its states, and their visits when texts were matched."""
 
     states: int = 0
     visits: int = 0
@@ -105,36 +104,40 @@ class _Work:
     def visit(self, states: int) -> None:
         self.visits += states
         if self.visits > self.allowed:
-            raise ValueError("the regular expression takes too many steps; write a simpler one")
+            raise ValueError("the regular expression needs too many steps; write a simpler one")
 
 
 @dataclass
 class _State:
-    """A state: the next ones; before it enters them, an item that the next character, or the place, must match."""
+    """A state, and the requirement for a transition to the next states ``then``.
+
+    ``character``: the next character must match it. ``condition``: the key of a condition on the
+    position. ``never``: there is no transition.
+    """
 
     then: list[int] = field(default_factory=list)
     character: re.Pattern[str] | None = None
-    condition: object = None  # key of a condition on the place
+    condition: object = None
     never: bool = False
 
 
 Places: TypeAlias = list[bool]
-"""For each place in a text, from before its first to behind its last character."""
+"""One value for each position in a text: before each character, and after the last one."""
 
 
 class _Automaton:
-    """The states of an expression, or of a part of it that looks ahead or behind.
+    """The automaton of an expression, or of a lookahead or lookbehind assertion in it.
 
-    ``backward`` reads texts from the end. Conditions on places are evaluated for all places of a
-    text before it is read: what looks ahead is an automaton that reads backward and may begin
-    anywhere, and the places where it accepts are those where a match begins.
+    ``backward`` reads texts from the end. Conditions are evaluated for all positions of a text
+    before it is read: a lookahead is an automaton that reads backward and may start anywhere; it
+    accepts at the positions where a match begins.
     """
 
     def __init__(self, items: _Items, flags: int, work: _Work, *, backward: bool = False) -> None:
         self._work, self._backward = work, backward
-        self._states = [_State()]  # the accepting one
+        self._states = [_State()]  # number 0 is the accepting state
         self._conditions: dict[object, Callable[[str], Places]] = {}
-        self._known: dict[Any, frozenset[int]] = {}
+        self._transitions: dict[Any, frozenset[int]] = {}  # a cache
         self._kept = 0
         self._start = self._sequence(items, flags, 0)
 
@@ -148,14 +151,17 @@ class _Automaton:
         return len(self._states) - 1
 
     def _sequence(self, items: _Items, flags: int, then: int) -> int:
-        """Add the states of items one after the other, which lead to a state; the first one."""
+        """Add the states of a sequence of items, followed by the state ``then``; return the first state."""
         for item in items if self._backward else reversed(list(items)):
             then = self._item(*item, flags, then)
         return then
 
+    # One case for each operation of the parser: more than 15 branches, but no nesting.
     def _item(self, operation: Any, argument: Any, flags: int, then: int) -> int:
+        """Add the states of one item, followed by the state ``then``; return the first state."""
         if operation is _constants.BRANCH:
-            return self._add(_State([self._sequence(each, flags, then) for each in argument[1]]))
+            branches = [self._sequence(branch, flags, then) for branch in argument[1]]
+            return self._add(_State(branches))
         if operation is _constants.SUBPATTERN:
             _, added, removed, inner = argument
             return self._sequence(inner, (flags | added) & ~removed, then)
@@ -168,15 +174,17 @@ class _Automaton:
             return self._add(_State([then], condition=(source, own)))
         if operation in (_constants.ASSERT, _constants.ASSERT_NOT):
             direction, inner = argument
-            looks = _Automaton(inner, flags, self._work, backward=direction > 0)
-            self._conditions[looks] = _looking(looks, wanted=operation is _constants.ASSERT)
-            return self._add(_State([then], condition=looks))
+            automaton = _Automaton(inner, flags, self._work, backward=direction > 0)
+            expected = operation is _constants.ASSERT
+            self._conditions[automaton] = _looking(automaton, expected=expected)
+            return self._add(_State([then], condition=automaton))
         if operation is _constants.FAILURE:
             return self._add(_State(never=True))
         one_character = _source(operation, argument)
         if one_character is None:
             raise ValueError(
-                f"the regular expression has {str(operation).lower()}, which takes no bounded time"
+                f"the regular expression contains {str(operation).lower()}, which is not supported: "
+                "it cannot be matched in linear time"
             )
         return self._add(_State([then], character=re.compile(one_character, flags & _OWN_FLAGS)))
 
@@ -190,63 +198,61 @@ class _Automaton:
             for _ in range(most - least):
                 then = self._add(_State([end, self._sequence(items, flags, then)]))
         for _ in range(least):
-            behind, then = then, self._sequence(items, flags, then)
-            if then == behind:  # no state was added: nothing is matched, however often
+            following = then
+            then = self._sequence(items, flags, following)
+            if then == following:  # no state was added: the items match the empty text
                 break
         return then
 
     # --- matching -------------------------------------------------------------------------------------------
 
     def ends(self, text: str, *, anywhere: bool = False) -> Places:
-        """For each place, whether a match ends there that begins at the first place, or ``anywhere``.
+        """Return for each position whether a match ends there that starts at the first position, or ``anywhere``.
 
-        Read backward, the first place is the last one, and a match ends where it begins.
+        If texts are read backward, the first position is the end of the text, and the result is
+        where matches begin.
         """
         self._work.visit(_VISITS_OF_A_CONDITION * len(self._conditions) * len(text))
         conditions = {key: condition(text) for key, condition in self._conditions.items()}
-        places = range(len(text), -1, -1) if self._backward else range(len(text) + 1)
-        found = [False] * (len(text) + 1)
+        positions = range(len(text), -1, -1) if self._backward else range(len(text) + 1)
+        accepts = [False] * (len(text) + 1)
         states: frozenset[int] = frozenset()
         start = frozenset([self._start])
-        for place in places:
-            if anywhere or place == places[0]:
+        for position in positions:
+            if anywhere or position == positions[0]:
                 states |= start
-            holding = (
-                frozenset([key for key, holds in conditions.items() if holds[place]])
-                if conditions
-                else _NONE
-            )
-            states = self._closed(states, holding)
-            found[place] = 0 in states
-            if place != places[-1]:
-                states = self._after(states, text[place - 1 if self._backward else place])
+            satisfied = _NONE
+            if conditions:
+                satisfied = frozenset([key for key, holds in conditions.items() if holds[position]])
+            states = self._closed(states, satisfied)
+            accepts[position] = 0 in states
+            if position != positions[-1]:
+                states = self._after(states, text[position - 1 if self._backward else position])
             if not states and not anywhere:
                 break
-        return found
+        return accepts
 
-    def _closed(self, states: frozenset[int], holds: frozenset[object]) -> frozenset[int]:
-        """The states that can be entered from some without a character; ``holds``: the conditions of the place."""
-        known = self._known.get((states, holds))
+    def _closed(self, states: frozenset[int], satisfied: frozenset[object]) -> frozenset[int]:
+        """Return the states that can be reached without a character, if these conditions are satisfied."""
+        known = self._transitions.get((states, satisfied))
         if known is not None:
             return known
-        closed, waiting = set[int](), list(states)
-        while waiting:
-            number = waiting.pop()
+        closed, pending = set[int](), list(states)
+        while pending:
+            number = pending.pop()
             state = self._states[number]
             if number in closed:
                 continue
             closed.add(number)
-            if (
-                state.character is None
-                and not state.never
-                and (state.condition is None or state.condition in holds)
-            ):
-                waiting += state.then
-        return self._keep((states, holds), frozenset(closed), len(closed))
+            if state.character is not None or state.never:
+                continue
+            if state.condition is None or state.condition in satisfied:
+                pending += state.then
+        return self._keep((states, satisfied), frozenset(closed), len(closed))
 
     def _after(self, states: frozenset[int], character: str) -> frozenset[int]:
-        """The states that a character leads to."""
-        known = self._known.get((states, character))
+        """Return the states after a character."""
+        known = self._transitions.get((states, character))
         if known is not None:
             return known
         entered = set[int]()
@@ -257,27 +263,29 @@ class _Automaton:
         return self._keep((states, character), frozenset(entered), len(states))
 
     def _keep(self, key: Any, states: frozenset[int], visits: int) -> frozenset[int]:
-        """Keep a step for other places and texts; a ``ValueError`` after too many visits of states."""
+        """Cache a transition; a ``ValueError`` after too many visits of states."""
         self._work.visit(visits)
         self._kept += len(states) + 1
         if self._kept > _MOST_KEPT:
-            self._known.clear()
+            self._transitions.clear()
             self._kept = 0
-        self._known[key] = states
+        self._transitions[key] = states
         return states
 
 
 def _at(source: str, flags: int) -> Callable[[str], Places]:
+    """Return the condition of an anchor, such as ``$``."""
     regex = re.compile(source, flags)
-    return lambda text: [regex.match(text, place) is not None for place in range(len(text) + 1)]
+    return lambda text: [regex.match(text, start) is not None for start in range(len(text) + 1)]
 
 
-def _looking(automaton: _Automaton, *, wanted: bool) -> Callable[[str], Places]:
-    return lambda text: [found == wanted for found in automaton.ends(text, anywhere=True)]
+def _looking(automaton: _Automaton, *, expected: bool) -> Callable[[str], Places]:
+    """Return the condition of a lookahead or lookbehind; ``expected``: whether it must match."""
+    return lambda text: [accepts == expected for accepts in automaton.ends(text, anywhere=True)]
 
 
 def _source(operation: Any, argument: Any) -> str | None:
-    """An item that matches one character, as an expression of its own; None if it is none."""
+    """Return an expression for an item that matches one character; None for another item."""
     if operation is _constants.ANY:
         return "."
     if operation is _constants.LITERAL:
@@ -290,6 +298,7 @@ def _source(operation: Any, argument: Any) -> str | None:
 
 
 def _in_class(items: _Items) -> Iterator[str]:
+    """Yield the source of the items of a character class."""
     for operation, argument in items:
         if operation is _constants.NEGATE:
             yield "^"

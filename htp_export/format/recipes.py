@@ -1,17 +1,19 @@
-"""How a stored tensor was made of the parameters and buffers of the PyTorch model: ``htp.recipe`` of an initializer.
+"""Recipes: how a stored tensor was computed from the parameters and buffers of the PyTorch model.
 
-A recipe is the name of an entry of the model's ``state_dict``, or a step: ``[word, operand, ...,
-setting]``. Operands are recipes, or numbers. See ``docs/format.md``.
+A recipe is the value of ``htp.recipe`` of an initializer: the name of an entry of the model's
+``state_dict``, or a step, ``[word, operand, ..., setting]``. Operands are recipes or numbers. See
+``docs/format.md``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from htp_export.format.bounds import MOST_DIMENSIONS
 from htp_export.format.json_text import parse_json
 
 Recipe: TypeAlias = "str | float | list[Any]"
@@ -19,13 +21,13 @@ Recipe: TypeAlias = "str | float | list[Any]"
 CONSTANT: list[Any] = ["constant"]
 
 _LONGEST = 1 << 14
-"""Characters of a recipe; what is longer is written as ``computed``."""
+"""Characters of a recipe: a longer one costs more than it explains, and is written as ``computed``."""
 
 _DEEPEST = 40
-"""Steps inside one another: 3 or 4 are common; the gates of an LSTM have 8."""
+"""Nested steps: 3 or 4 are common; the gates of an LSTM have 8."""
 
-_MOST_OPERANDS = 256  # of a concatenation: more than there are experts in a layer
-_LARGEST_BLOCK = 1 << 16  # numbers with one scale; quantizers have up to a row
+_MOST_OPERANDS = 256  # operands of a concatenation: more than the experts of a layer
+_LARGEST_BLOCK = 1 << 16  # elements with the same scale: quantizers use at most a row
 
 
 def _is_text(setting: Any) -> bool:
@@ -33,11 +35,13 @@ def _is_text(setting: Any) -> bool:
 
 
 def _is_axis(setting: Any) -> bool:
-    return isinstance(setting, int) and not isinstance(setting, bool) and abs(setting) < 64
+    return type(setting) is int and abs(setting) < MOST_DIMENSIONS
 
 
 def _is_sizes(setting: Any) -> bool:
-    return isinstance(setting, list) and len(setting) < 64 and all(type(k) is int for k in setting)
+    if not isinstance(setting, list) or len(setting) >= MOST_DIMENSIONS:
+        return False
+    return all(type(size) is int for size in setting)
 
 
 def _is_cut(setting: Any) -> bool:
@@ -45,26 +49,22 @@ def _is_cut(setting: Any) -> bool:
 
 
 def _is_rows(setting: Any) -> bool:
-    if not isinstance(setting, list) or len(setting) != 2 or not _is_axis(setting[0]):
+    if not isinstance(setting, list) or len(setting) != 2:
         return False
+    axis, rows = setting
     # A list, or lists in lists, as the indices of a Gather are; a number for one row.
-    return isinstance(setting[1], list) or type(setting[1]) is int
+    return _is_axis(axis) and (isinstance(rows, list) or type(rows) is int)
 
 
 def _is_blocks(setting: Any) -> bool:
-    if (
-        not isinstance(setting, list)
-        or len(setting) != 4
-        or setting[0] not in ("levels", "scales", "zero_points")
-    ):
+    if not isinstance(setting, list) or len(setting) != 4:
         return False
-    _, bits, block, symmetric = setting
-    return (
-        bits in (4, 8)
-        and type(block) is int
-        and 16 <= block <= _LARGEST_BLOCK
-        and symmetric in (0, 1)
-    )
+    result, bits, block, symmetric = setting
+    if result not in ("levels", "scales", "zero_points") or bits not in (4, 8):
+        return False
+    # ONNX Runtime's MatMulNBits has blocks of at least 16
+    is_block = type(block) is int and 16 <= block <= _LARGEST_BLOCK
+    return is_block and symmetric in (0, 1)
 
 
 ROUNDED_PARTS = ("levels", "scales", "zero_points")
@@ -97,20 +97,20 @@ def _is_bias_rounding(setting: Any) -> bool:
 
 
 def _is_unpacking(setting: Any) -> bool:
-    if (
-        not isinstance(setting, list)
-        or len(setting) != 3
-        or type(setting[0]) is not int
-        or setting[0] < 0
-    ):
+    if not isinstance(setting, list) or len(setting) != 3:
         return False
-    _, bits, kind = setting
-    return bits in (4, 8) and kind in (f"int{bits}", f"uint{bits}")
+    axis, bits, dtype = setting
+    if type(axis) is not int or axis < 0 or bits not in (4, 8):
+        return False
+    return dtype in (f"int{bits}", f"uint{bits}")
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The operands that a step has, its setting, and whether it maps zeros to zeros, element by element."""
+    """The syntax of a step: its number of operands, and a check of its setting, if it has one.
+
+    ``keeps_zeros``: whether it maps each zero to a zero, so that a mask can be applied afterwards.
+    """
 
     fewest: int = 1
     most: int = 1
@@ -142,10 +142,10 @@ _FORMS: Mapping[str, _Form] = {
 
 
 def step(word: str, *parts: Any) -> Recipe:
-    """A step, in the simplest form: the operands, and the setting where the word has one.
+    """Return the recipe of a step in its simplest form; ``parts`` are the operands and the setting.
 
-    What has no parameter in it is constant. A mask stays outermost, because its zeros are those of
-    the stored tensor.
+    A recipe without parameters is constant. A mask is moved to the outermost step, because its
+    zeros are the zeros of the stored tensor.
 
     Examples:
         >>> step("cast", step("transpose", "fc.weight", [1, 0]), "float16")
@@ -157,86 +157,95 @@ def step(word: str, *parts: Any) -> Recipe:
     """
     form = _FORMS[word]
     operands, setting = (parts[:-1], parts[-1:]) if form.setting else (parts, ())
-    if word not in ("constant", "computed"):
-        if all(
-            not isinstance(each, str) and next(parameters_in(each), None) is None
-            for each in operands
-        ):
-            vague = next(
-                (each for each in operands if isinstance(each, list) and each[0] == "computed"),
-                None,
-            )
-            return CONSTANT if vague is None else vague
-        inexact = next((why for each in operands if (why := _why_not(each))), "")
-        if inexact:
-            return _computed(operands, inexact)
-        if form.keeps_zeros and any(_is_masked(each) for each in operands):
-            return [
-                "masked",
-                [word, *(each[1] if _is_masked(each) else each for each in operands), *setting],
-            ]
-        if any(_is_masked(each) for each in operands):
-            return (
-                operands[0]
-                if word == "masked"
-                else _computed(operands, f"{word} of pruned weights")
-            )
-    made = [word, *operands, *setting]
-    if word == "computed" or len(recipe_to_text(made)) > _LONGEST or _depth(made) > _DEEPEST:
-        return _computed(operands, setting[0] if word == "computed" else f"{word}, and more")
-    return made
+    if word == "computed":
+        return _computed(operands, setting[0])
+    if word != "constant":
+        simplified = _simplified(word, operands, setting)
+        if simplified is not None:
+            return simplified
+    recipe = [word, *operands, *setting]
+    if len(recipe_to_text(recipe)) > _LONGEST or _depth(recipe) > _DEEPEST:
+        return _computed(operands, f"{word}, and more")
+    return recipe
 
 
-def _is_masked(recipe: Recipe) -> bool:
-    return isinstance(recipe, list) and recipe[0] == "masked"
+def _simplified(word: str, operands: Sequence[Any], setting: Sequence[Any]) -> Recipe | None:
+    """Return a simpler recipe that replaces a step; None if there is none."""
+    if all(next(parameters_in(operand), None) is None for operand in operands):
+        computed = [operand for operand in operands if _is_step(operand, "computed")]
+        return computed[0] if computed else CONSTANT
+    for operand in operands:
+        reason = _why_not_exact(operand)
+        if reason:
+            return _computed(operands, reason)
+    if not any(_is_step(operand, "masked") for operand in operands):
+        return None
+    if _FORMS[word].keeps_zeros:
+        unmasked = [operand[1] if _is_step(operand, "masked") else operand for operand in operands]
+        return ["masked", [word, *unmasked, *setting]]
+    if word == "masked":
+        masked: Recipe = operands[0]
+        return masked
+    return _computed(operands, f"{word} of pruned weights")
 
 
-def _computed(operands: Any, why: str) -> Recipe:
-    names = dict.fromkeys(name for each in operands for name in parameters_in(each))
-    return ["computed", *list(names)[: _MOST_OPERANDS // 4], why]
+def _is_step(recipe: Recipe, word: str) -> bool:
+    return isinstance(recipe, list) and recipe[0] == word
 
 
-def _why_not(recipe: Recipe) -> str:
-    """Why a recipe cannot be repeated; empty if it can."""
+def _computed(operands: Sequence[Any], reason: str) -> Recipe:
+    """Return a recipe that only names the parameters that a tensor depends on."""
+    names: dict[str, None] = {}
+    for operand in operands:
+        names.update(dict.fromkeys(parameters_in(operand)))
+    # of many operands, the first ones: nobody can repeat the computation
+    return ["computed", *list(names)[: _MOST_OPERANDS // 4], reason]
+
+
+def _why_not_exact(recipe: Recipe) -> str:
+    """Return the reason why the computation of a recipe cannot be repeated; empty if it can."""
     if not isinstance(recipe, list):
         return ""
     if recipe[0] == "computed":
         return str(recipe[-1])
     if recipe == CONSTANT:
         return "a constant that is not written down"
-    return next((why for each in operands_of(recipe) if (why := _why_not(each))), "")
+    reasons = map(_why_not_exact, operands_of(recipe))
+    return next(filter(None, reasons), "")
 
 
 def is_exact(recipe: Recipe) -> bool:
-    """Whether the tensor can be made once more of other parameters.
+    """Return whether the tensor can be computed again from other parameters.
 
     Examples:
         >>> is_exact(["masked", "fc.weight"]), is_exact(["computed", "fc.weight", "hqq"])
         (True, False)
     """
-    return recipe == CONSTANT or not _why_not(recipe)
+    return recipe == CONSTANT or not _why_not_exact(recipe)
 
 
 def operands_of(recipe: list[Any]) -> list[Any]:
-    """The operands of the outermost step of a recipe."""
+    """Return the operands of the outermost step of a recipe."""
     return recipe[1:-1] if _FORMS[recipe[0]].setting else recipe[1:]
 
 
 def parameters_in(recipe: Recipe) -> Iterator[str]:
-    """The names of the parameters and buffers in a recipe, in order, each as often as it is there."""
+    """Iterate over the names of the parameters and buffers in a recipe, in order, with repetitions."""
     if isinstance(recipe, str):
         yield recipe
     elif isinstance(recipe, list):
-        for each in operands_of(recipe):
-            yield from parameters_in(each)
+        for operand in operands_of(recipe):
+            yield from parameters_in(operand)
 
 
 def _depth(recipe: Recipe) -> int:
-    return 1 + max(map(_depth, operands_of(recipe)), default=0) if isinstance(recipe, list) else 0
+    if not isinstance(recipe, list):
+        return 0
+    return 1 + max(map(_depth, operands_of(recipe)), default=0)
 
 
 def recipe_to_text(recipe: Recipe) -> str:
-    """The value of ``htp.recipe``; a name alone is written as it is.
+    """Return the value of ``htp.recipe``; a name alone is written without quotes.
 
     Examples:
         >>> recipe_to_text("fc.weight"), recipe_to_text(["transpose", "fc.weight", [1, 0]])
@@ -248,7 +257,7 @@ def recipe_to_text(recipe: Recipe) -> str:
 
 
 def recipe_from_text(text: str) -> Recipe:
-    """Parse the value of ``htp.recipe``; a ValueError says what is wrong with it.
+    """Parse the value of ``htp.recipe``; a ValueError describes the problem.
 
     Examples:
         >>> recipe_from_text('["cast","fc.weight","float16"]')
@@ -278,11 +287,10 @@ def _check(recipe: Any, deepest: int) -> None:
     if form is None:
         raise ValueError(f"there is no step {word!r}")
     if deepest <= 0:
-        raise ValueError(f"more than {_DEEPEST} steps are inside one another")
+        raise ValueError(f"more than {_DEEPEST} steps are nested")
     operands = operands_of(recipe)
-    if not form.fewest <= len(operands) <= form.most or (
-        form.setting and not form.setting(recipe[-1])
-    ):
-        raise ValueError(f"step {word!r} has other operands or settings than it takes")
-    for each in operands:
-        _check(each, deepest - 1)
+    has_valid_setting = form.setting is None or form.setting(recipe[-1])
+    if not form.fewest <= len(operands) <= form.most or not has_valid_setting:
+        raise ValueError(f"step {word!r} has invalid operands or settings")
+    for operand in operands:
+        _check(operand, deepest - 1)

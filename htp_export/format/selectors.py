@@ -1,4 +1,4 @@
-"""Selectors: one small language wherever modules are named, by path or by class."""
+"""Selectors: the language in which all functions and commands name modules, by path or by class."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from htp_export.format.tags import ancestors
 
 
 def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
-    r"""The module paths that a selector names.
+    r"""Return the module paths that a selector matches.
 
-    ==================
-    ===============================================================================
-    ``encoder.layer.*``  a glob on paths: ``*``, ``?`` and ``[...]`` stay within one part of a path
-    ``encoder.**``       ``**`` is any number of parts, none too: ``encoder`` and everything below
-    it ``.`` or ``""``      the root ``class:LayerNorm``  a glob on the class, by its simple or its
-    full name ``re:.*\.(q|k)``      a regular expression that matches the whole path, see below; it
-    may hold commas ``a,b`` or a list    the union ``!dropout``         not these, wherever it
-    stands; with nothing but exclusions, all others ==================
-    ===============================================================================
+    - ``encoder.layer.*``: a glob on paths; ``*``, ``?`` and ``[...]`` match within one part of a
+      path.
+    - ``encoder.**``: ``**`` matches any number of parts, including none: ``encoder`` and all of its
+      descendants.
+    - ``.`` or ``""``: the root.
+    - ``class:LayerNorm``: a glob on the simple or the full name of the class.
+    - ``re:.*\.(q|k)``: a regular expression for the whole path; it may contain commas.
+    - ``a,b`` or a list: the union.
+    - ``!dropout``: an exclusion, at any position. A selector of exclusions only matches all other
+      modules.
 
-    A selector may be that of a file: it is matched in time linear in the length of a path. Regular
-    expressions are those of ``re``, without references to groups, atomic groups and possessive
-    repeats.
+    A selector may come from an untrusted file: it is matched in time linear in the length of a
+    path. Regular expressions are those of ``re``, without references to groups, atomic groups and
+    possessive repeats.
 
     Args:
         pattern: The selector. A comma splits it, except inside ``[...]`` and after ``re:``.
@@ -37,8 +38,7 @@ def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str
         The selected paths, each once, in the order of ``classes``.
 
     Raises:
-        SelectorError: If the selector is empty or cannot be read, or if a part of it matches no
-            module.
+        SelectorError: If the selector is empty or invalid, or if a part of it matches no module.
 
     Examples:
         >>> classes = {"": "net.Net", "layer": "net.List", "layer.0": "net.Block", "layer.0.fc": "torch.nn.Linear"}
@@ -53,7 +53,7 @@ def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str
 
 
 def select_below(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
-    """The modules that a selector names, with all modules below them; an excluded module takes those below it with it.
+    """Return the modules that a selector matches, with their descendants; those of excluded modules are excluded.
 
     Examples:
         >>> classes = {"": "net.Net", "layer": "net.Block", "layer.fc": "torch.nn.Linear", "head": "torch.nn.Linear"}
@@ -68,7 +68,7 @@ def select_below(pattern: str | Sequence[str], classes: Mapping[str, str]) -> li
 def chosen_and_excluded(
     pattern: str | Sequence[str], classes: Mapping[str, str]
 ) -> tuple[set[str], set[str]]:
-    """The modules that a selector names, without any of those that it excludes, and the excluded ones.
+    """Return the modules that a selector matches, and the modules that it excludes.
 
     Examples:
         >>> chosen_and_excluded("layer,!head", {"": "net.Net", "layer": "net.Block", "head": "torch.nn.Linear"})
@@ -76,21 +76,21 @@ def chosen_and_excluded(
     """
     chosen, excluded = _matched(_terms(pattern), classes)
     if excluded:
-        select_below(pattern, classes)  # which says so if nothing is left
+        select_below(pattern, classes)  # raises an error if no module remains
     return chosen - excluded, excluded
 
 
 @dataclass(frozen=True)
 class Place:
-    """One side of modules, as a selector writes it: ``encoder.layer.*:out``, ``fc#2:in[x]``.
+    """A parsed selector of tensors at one side of modules: ``encoder.layer.*:out``, ``fc#2:in[x]``.
 
     Attributes:
         text: The selector.
         modules: The selector of the modules.
-        side: ``"in"`` or ``"out"``; ``""`` for both, where it excludes.
+        side: ``"in"`` or ``"out"``; ``""`` for both sides in an exclusion.
         call: Number of the call, from 0; None for all calls.
         name: The argument of ``forward``, or its position among the tensors of that side; ``""``
-            for the first.
+            for the first tensor.
         excludes: Whether it begins with ``!``.
     """
 
@@ -103,10 +103,10 @@ class Place:
 
 
 def places_of(pattern: str | Sequence[str]) -> list[Place]:
-    """The places that a selector names; commas and ``!`` are those of `select`.
+    """Parse a selector of tensors; commas and ``!`` have the same meaning as in `select`.
 
     Raises:
-        SelectorError: If a part of it is empty, or says no side.
+        SelectorError: If a part of it is empty, or has no side.
 
     Examples:
         >>> [(place.modules, place.side, place.call, place.name) for place in places_of("layer.*:out, fc#2:in[x]")]
@@ -114,31 +114,25 @@ def places_of(pattern: str | Sequence[str]) -> list[Place]:
         >>> places_of("layer.0")
         Traceback (most recent call last):
         ...
-        htp_export.errors.SelectorError: selector 'layer.0': says no side; write 'layer.0:in' or 'layer.0:out'
+        htp_export.errors.SelectorError: selector 'layer.0': has no side; write 'layer.0:in' or 'layer.0:out'
     """
-    return [
-        _place(text) for text in _texts(pattern, "an empty list names no tensor; write 'PATH:out'")
-    ]
+    texts = _texts(pattern, "an empty list names no tensor; write 'PATH:out'")
+    return [_place(text) for text in texts]
 
 
 def _place(text: str) -> Place:
     _check_length(text)
     body = text.removeprefix("!").lstrip()
+    excludes = body != text
     match = _PLACE.fullmatch(body)
-    if match is None or not (match["side"] or body != text):
-        raise SelectorError(text, f"says no side; write {f'{body}:in'!r} or {f'{body}:out'!r}")
+    if match is None or not (match["side"] or excludes):
+        raise SelectorError(text, f"has no side; write {f'{body}:in'!r} or {f'{body}:out'!r}")
     call = None if match["call"] is None else int(match["call"])
-    return Place(
-        text,
-        match["modules"],
-        match["side"] or "",
-        call,
-        match["name"] or "",
-        excludes=body != text,
-    )
+    side, name = match["side"] or "", match["name"] or ""
+    return Place(text, match["modules"], side, call, name, excludes)
 
 
-_LONGEST = 10_000  # characters between two commas: the time to read them grows with their square
+_LONGEST = 10_000  # characters between two commas: the time to parse them grows with their square
 
 
 def _check_length(text: str) -> None:
@@ -153,26 +147,24 @@ _PLACE = re.compile(
 
 
 def _terms(pattern: str | Sequence[str]) -> list[_Term]:
-    return [
-        _term(text)
-        for text in _texts(pattern, "an empty list selects nothing; write '**' for every module")
-    ]
+    texts = _texts(pattern, "an empty list selects nothing; write '**' for every module")
+    return [_term(text) for text in texts]
 
 
 def _texts(pattern: str | Sequence[str], if_empty: str) -> list[str]:
-    texts = [
-        text
-        for item in ([pattern] if isinstance(pattern, str) else pattern)
-        for text in _split(item)
-    ]
+    """Return the parts of a selector; a SelectorError with this text if it has none."""
+    texts: list[str] = []
+    for item in [pattern] if isinstance(pattern, str) else pattern:
+        texts += _split(item)
     if not texts:
         raise SelectorError("", if_empty)
     return texts
 
 
 def _matched(terms: Sequence[_Term], classes: Mapping[str, str]) -> tuple[set[str], set[str]]:
-    """The paths that the terms of a selector name, and those that they exclude."""
-    chosen: set[str] = set() if any(not term.excludes for term in terms) else set(classes)
+    """Return the paths that the terms of a selector match, and the paths that they exclude."""
+    only_excludes = all(term.excludes for term in terms)
+    chosen: set[str] = set(classes) if only_excludes else set()
     excluded: set[str] = set()
     for term in terms:
         try:
@@ -199,6 +191,8 @@ def _with_below(paths: set[str], classes: Mapping[str, str]) -> set[str]:
 
 @dataclass(frozen=True)
 class _Term:
+    """A part of a selector, compiled."""
+
     text: str
     excludes: bool
     kind: str  # "glob", "class" or "re"
@@ -208,44 +202,46 @@ class _Term:
         if self.kind == "class":
             return any(map(self.regex.fullmatch, (class_name.rpartition(".")[2], class_name)))
         if self.kind == "glob" and path:
-            # as in _glob_regex: every part stands after a dot, and the root is ""
+            # as in _glob_regex: each part follows a dot, and the root is ""
             path = "." + path
         return bool(self.regex.fullmatch(path))
 
     def hint(self, classes: Mapping[str, str]) -> str:
-        wanted = self.text.removeprefix("!").removeprefix(self.kind + ":")
-        known = (
-            {name.rpartition(".")[2] for name in classes.values()}
-            if self.kind == "class"
-            else classes
-        )
-        nearest = nearest_names(wanted, sorted(known), cutoff=0.4)
+        """Return the end of a message about a term without a match: similar names, or some names."""
+        typed = self.text.removeprefix("!").removeprefix(self.kind + ":")
+        names = set(classes)
+        if self.kind == "class":
+            names = {name.rpartition(".")[2] for name in classes.values()}
+        nearest = nearest_names(typed, sorted(names), cutoff=0.4)
         if nearest:
             return f"; nearest: {', '.join(map(repr, nearest))}"
-        some = sorted(name or "." for name in known)
-        return f"; there are {', '.join(map(repr, some[:_MOST_LISTED]))}{' and more' if some[_MOST_LISTED:] else ''}"
+        shown = sorted(name or "." for name in names)
+        more = " and more" if len(shown) > _MOST_LISTED else ""
+        return f"; there are {', '.join(map(repr, shown[:_MOST_LISTED]))}{more}"
 
 
-_MOST_LISTED = 5  # modules in a message that has none that is near
+_MOST_LISTED = 5  # names in a message without similar names: enough to show what paths look like
 
 
 def _split(text: str) -> list[str]:
-    """The parts of a selector between commas; a comma in brackets or after ``re:`` splits nothing."""
+    """Split a selector at commas, but not in brackets and not after ``re:``."""
     if not isinstance(text, str):
         raise SelectorError(repr(text), "a selector is a string or a list of strings")
-    parts, start, place, begins = list[str](), 0, 0, True
+    parts = list[str]()
+    start, position = 0, 0  # of the current part, and of the token
+    is_prefix = True  # whether the next ":" ends the kind of a term
     for token in _tokens(text):
         if token == ",":
-            parts.append(text[start:place].strip())
-            start, begins = place + 1, True
-        elif token == ":" and begins:
-            begins = False
-            if text[start:place].strip().removeprefix("!").lstrip() == "re":
+            parts.append(text[start:position].strip())
+            start, is_prefix = position + 1, True
+        elif token == ":" and is_prefix:
+            is_prefix = False
+            if text[start:position].strip().removeprefix("!").lstrip() == "re":
                 break
-        place += len(token)
+        position += len(token)
     parts.append(text[start:].strip())
     if len(parts) > 1 and "" in parts:
-        raise SelectorError(text, "nothing stands between two commas; write '.' for the root")
+        raise SelectorError(text, "there is nothing between two commas; write '.' for the root")
     return parts
 
 
@@ -271,32 +267,33 @@ def _term(text: str) -> _Term:
 
 
 def _tokens(text: str) -> Iterator[str]:
-    """The characters of a selector, and its brackets, as ``[a-z]``; a "]" right behind the opening one closes nothing.
+    """Yield the characters of a selector, and its brackets, such as ``[a-z]``, as one token each.
 
-    A bracket that is never closed is a character.
+    A "]" directly after the opening bracket is a character of it. A bracket without an end is a
+    character.
     """
-    place, may_close = 0, True
-    while place < len(text):
-        end = place + 1
-        if text[place] == "[" and may_close:
+    position, may_close = 0, True
+    while position < len(text):
+        end = position + 1
+        if text[position] == "[" and may_close:
             inside = end + text.startswith("!", end)
             closing = text.find("]", inside + 1)
             may_close = closing >= 0
-            end = closing + 1 if may_close else end
-        yield text[place:end]
-        place = end
+            if may_close:
+                end = closing + 1
+        yield text[position:end]
+        position = end
 
 
-# Regular expressions of globs are matched by `re`, without a way back into what a star has matched:
-# the first place where what follows a star can match is as good as any later one, as long as
-# another star follows.
+# `re` matches the regular expressions of globs without backtracking into a star: as long as another
+# star follows, the first position where the text between the two matches is as good as a later one.
 
-_END = r"(?=\.|\Z)"  # of a part of a path
+_END = r"(?=\.|\Z)"  # the end of a part of a path
 _PARTS = r"(?:\.[^.]++)*"
 
 
 def _glob_regex(glob: str) -> str:
-    """The regular expression of a glob on paths that are written with a dot before every part."""
+    """Return the regular expression of a glob on paths with a dot before each part."""
     if glob in ("", "."):
         return ""
     parts: list[list[str]] = [[]]
@@ -317,12 +314,12 @@ def _glob_regex(glob: str) -> str:
 
 
 def _class_regex(glob: str) -> str:
-    """The regular expression of a glob on the names of classes, whose stars match dots, too."""
+    """Return the regular expression of a glob on class names, whose stars also match dots."""
     return _stars_regex(list(_tokens(glob)), "(?s:.)", negations="!")
 
 
 def _stars_regex(tokens: Sequence[str], character: str, negations: str = "!^") -> str:
-    """The regular expression of a glob; ``character`` is that of any character that a star may match."""
+    """Return the regular expression of a glob; ``character`` matches any character that a star may match."""
     runs = [""]
     for token in tokens:
         if token == "*":
@@ -337,10 +334,10 @@ def _stars_regex(tokens: Sequence[str], character: str, negations: str = "!^") -
 
 
 def _with_gaps(runs: Sequence[str], gap: str) -> str:
-    """Expressions with a ``gap`` of any length between them, each of which matches texts of one length.
+    """Join expressions, each of which matches texts of one length, with gaps of any length.
 
-    A gap is as short as it can be, once and for all; the last one is as long as it can be, up to
-    the last expression.
+    Each gap is as short as possible, without backtracking; the last one extends to the last
+    expression.
     """
     first, *others = runs
     if not others:
@@ -350,17 +347,17 @@ def _with_gaps(runs: Sequence[str], gap: str) -> str:
 
 
 def _bracket_regex(inside: str, negations: str) -> str:
-    """The regular expression of what a bracket contains: characters, and ranges of them.
+    """Return the regular expression of a bracket with characters and ranges.
 
-    ``negations``: Characters that negate it where they come first.
+    ``negations``: characters that negate the bracket if they are the first in it.
     """
     negated = inside.startswith(tuple(negations))
-    characters, place = inside[negated:], 0
+    characters, position = inside[negated:], 0
     items = list[str]()
-    while place < len(characters):
-        ends = [characters[place]]
-        if characters.startswith("-", place + 1) and place + 2 < len(characters):
-            ends.append(characters[place + 2])
+    while position < len(characters):
+        ends = [characters[position]]
+        if characters.startswith("-", position + 1) and position + 2 < len(characters):
+            ends.append(characters[position + 2])
         items.append("-".join(map(re.escape, ends)))
-        place += 2 * len(ends) - 1
+        position += 2 * len(ends) - 1
     return f"[{'^' if negated else ''}{''.join(items)}]"

@@ -1,12 +1,14 @@
 """Signatures: the tensors of a file that are the inputs and outputs of each module call in PyTorch.
 
-The export writes them as ``htp.signatures``; see ``docs/format.md``.
+An export writes them as ``htp.signatures``; see ``docs/format.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from htp_export.format import tags
 
@@ -27,37 +29,35 @@ class Signature:
 
     @property
     def taken(self) -> set[str]:
-        """The tensors that the call took."""
+        """The names of the input tensors that the file has."""
         return {name for name in self.inputs.values() if name is not None}
 
     @property
     def given(self) -> set[str]:
-        """The tensors that it gave back."""
+        """The names of the output tensors that the file has."""
         return {name for name in self.outputs if name is not None}
 
     def renamed(self, name_of: Callable[[str], str | None]) -> Signature:
-        """The same in another file, where tensors have other names, or None where they are gone."""
+        """Return the signature for another file; ``name_of`` returns the new name of a tensor, None if it is gone."""
 
-        def name(old: str | None) -> str | None:
-            return None if old is None else name_of(old)
+        def new_name(name: str | None) -> str | None:
+            return None if name is None else name_of(name)
 
-        return Signature(
-            {key: name(old) for key, old in self.inputs.items()}, tuple(map(name, self.outputs))
-        )
+        inputs = {argument: new_name(name) for argument, name in self.inputs.items()}
+        return Signature(inputs, tuple(map(new_name, self.outputs)))
 
 
 def is_unread(calls: Sequence[Signature]) -> bool:
-    """Whether the calls of a module gave tensors back, and none of these is in the file."""
+    """Return whether each call of a module returned tensors of which the file has none."""
     return bool(calls) and all(call.outputs and not call.given for call in calls)
 
 
 def signatures_to_json(signatures: Mapping[str, Sequence[Signature]]) -> str:
     """Return the value of ``htp.signatures``: module path → its calls in order."""
-    plain = {
-        path: [[dict(call.inputs), call.outputs] for call in calls]
-        for path, calls in signatures.items()
-    }
-    return tags.json_text(plain)
+    entries: dict[str, list[Any]] = {}
+    for path, calls in signatures.items():
+        entries[path] = [[dict(call.inputs), call.outputs] for call in calls]
+    return tags.json_text(entries)
 
 
 def signatures_from_json(text: str) -> dict[str, tuple[Signature, ...]]:
@@ -67,8 +67,8 @@ def signatures_from_json(text: str) -> dict[str, tuple[Signature, ...]]:
         >>> signatures_from_json('{"fc":[[{"input":"x"},["linear"]]]}')["fc"][0].outputs
         ('linear',)
     """
-    listed = tags.json_object(tags.SIGNATURES, text, "module paths")
-    return {path: _calls(path, calls) for path, calls in listed.items()}
+    entries = tags.json_object(tags.SIGNATURES, text, "module paths")
+    return {path: _calls(path, calls) for path, calls in entries.items()}
 
 
 def _calls(path: str, calls: object) -> tuple[Signature, ...]:
@@ -77,12 +77,14 @@ def _calls(path: str, calls: object) -> tuple[Signature, ...]:
     signatures = []
     for call in calls:
         match call:
-            case [dict() as inputs, list() as outputs] if all(
-                name is None or isinstance(name, str) for name in (*inputs.values(), *outputs)
-            ):
+            case [dict() as inputs, list() as outputs] if _are_names(inputs.values(), outputs):
                 signatures.append(Signature(inputs, tuple(outputs)))
             case _:
                 raise ValueError(
                     f"{tags.SIGNATURES}: module {path!r} has a call that is not [inputs, outputs]"
                 )
     return tuple(signatures)
+
+
+def _are_names(*groups: Iterable[object]) -> bool:
+    return all(name is None or isinstance(name, str) for name in itertools.chain(*groups))

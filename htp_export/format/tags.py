@@ -1,7 +1,7 @@
-"""Module paths, owners and the keys under which they are written into ONNX files.
+"""Module paths, owners, and the metadata keys for them in ONNX files.
 
-Knows neither torch nor ONNX: paths are strings, as ``model.named_modules()`` gives them, and the
-root is ``""``. See ``docs/format.md`` for the file format.
+Independent of torch and ONNX: paths are strings, as in ``model.named_modules()``, and the root is
+``""``. See ``docs/format.md`` for the file format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from htp_export.format.json_text import parse_json
 
 
 class Reason(StrEnum):
-    """How the owners of a node are known."""
+    """The evidence for the owners of a node."""
 
     # from the capture of an export
     SCOPE = "scope"
@@ -34,7 +34,7 @@ class Reason(StrEnum):
     FUSED = "fused"
     FLOW = "flow"
     PARAMETERS = "parameters"
-    # from what was done to the model
+    # from an edit of the model
     FUNCTION = "function"
     SPLICED = "spliced"
     # from `carry`
@@ -74,11 +74,10 @@ TAPS = "htp.taps"
 MAP = "htp.map"
 PROVENANCE = "htp.provenance"
 PLACEMENT = "htp.placement"
-# of the file, not of the model: it is there where a file shares the weights of another
-WEIGHTS = "htp.weights"
-DATA = "htp.data"  # of the file, too: what is in its own data files
-WAY = "htp.way"  # of a graph in memory that is no ONNX file: how it was got
-ATEN = "aten"  # domain of torch's own operators in such a graph
+WEIGHTS = "htp.weights"  # describes the data files that the file shares with other models
+DATA = "htp.data"  # describes the data files of the file
+WAY = "htp.way"  # of a graph for inspection, which cannot be written: how it was captured
+ATEN = "aten"  # the domain of torch's operators in such a graph
 MODEL_KEYS = (
     FORMAT,
     MODULES,
@@ -93,7 +92,7 @@ MODEL_KEYS = (
 
 
 def is_under(path: str, ancestor: str) -> bool:
-    """Whether ``path`` is ``ancestor`` or lies below it.
+    """Return whether ``path`` is ``ancestor`` or one of its descendants.
 
     Examples:
         >>> is_under("encoder.layer.1", "encoder"), is_under("encoder2", "encoder"), is_under("a", "")
@@ -104,7 +103,7 @@ def is_under(path: str, ancestor: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)  # one string for each path: deep trees copy and hash it once
 def parent_path(path: str) -> str | None:
-    """The path one level up; None for the root.
+    """Return the path one level up; None for the root.
 
     Examples:
         >>> parent_path("encoder.layer.1"), parent_path("encoder"), parent_path("")
@@ -114,7 +113,7 @@ def parent_path(path: str) -> str | None:
 
 
 def below(prefix: str, path: str) -> str:
-    """The path of a module inside another one, in the whole; the name of a parameter too.
+    """Join the path of a module and a relative path, or the name of a parameter.
 
     Examples:
         >>> below("encoder", "layer.0"), below("", "layer.0"), below("encoder", "")
@@ -124,7 +123,7 @@ def below(prefix: str, path: str) -> str:
 
 
 def path_order(path: str) -> tuple[tuple[int, str], ...]:
-    """What to sort paths by: numbers in them count as numbers.
+    """Return a sort key for paths that orders numbers in them by their values.
 
     Examples:
         >>> sorted(["layer.10", "layer.2", "head"], key=path_order)
@@ -134,7 +133,11 @@ def path_order(path: str) -> tuple[tuple[int, str], ...]:
 
 
 def _part_order(part: str) -> tuple[int, str]:
-    """A number is after one with fewer digits: it is not computed, because a part of a path may have any length."""
+    """Return a sort key for a part of a path.
+
+    Numbers are ordered by their number of digits first, and are not parsed, because a part of a
+    path may have any length.
+    """
     if not (part.isascii() and part.isdecimal()):
         return -1, part
     digits = part.lstrip("0")
@@ -142,7 +145,7 @@ def _part_order(part: str) -> tuple[int, str]:
 
 
 def ancestors(path: str) -> Iterator[str]:
-    """The path itself and everything above it, up to the root.
+    """Iterate over a path and its ancestors, up to the root.
 
     Examples:
         >>> list(ancestors("a.b"))
@@ -155,7 +158,7 @@ def ancestors(path: str) -> Iterator[str]:
 
 
 def nearest_above(path: str, among: Container[str]) -> str | None:
-    """The nearest path above one that is among some; None where there is none.
+    """Return the nearest ancestor of a path that is in ``among``; None without one.
 
     Examples:
         >>> nearest_above("a.b.c", {"", "a", "a.b.c"}), nearest_above("", {""})
@@ -165,26 +168,24 @@ def nearest_above(path: str, among: Container[str]) -> str | None:
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Refuse (``ValueError``) module paths of a file that have too many paths above them.
+    """Refuse (``ValueError``) module paths of a file that have too many ancestors.
 
     Examples:
         >>> check_paths(["encoder.layer.0"])
         >>> check_paths(["." * 100_000])
         Traceback (most recent call last):
-        ValueError: the path of a module has 100,001 parts; with the paths above it, that is too long
+        ValueError: the path of a module has 100,001 parts, which is too long
     """
-    left = MOST_CHARACTERS
+    remaining = MOST_CHARACTERS
     for path in paths:
         parts = path.count(".") + 1
-        left -= len(path) * parts
-        if left < 0:
-            raise ValueError(
-                f"the path of a module has {parts:,} parts; with the paths above it, that is too long"
-            )
+        remaining -= len(path) * parts
+        if remaining < 0:
+            raise ValueError(f"the path of a module has {parts:,} parts, which is too long")
 
 
 def all_above(paths: Iterable[str], known: Container[str] = ()) -> set[str]:
-    """Every path that lies above one of ``paths``, up to the root or one that is ``known``; each is looked at once.
+    """Return the ancestors of ``paths``, up to the root or an ancestor in ``known``; each is visited once.
 
     Example:
         >>> sorted(all_above(["a.b.c", "a.b", "d"]))
@@ -200,22 +201,21 @@ def all_above(paths: Iterable[str], known: Container[str] = ()) -> set[str]:
 
 
 def common_ancestor(paths: Iterable[str]) -> str:
-    """The deepest path that all of ``paths`` are under.
+    """Return the deepest common ancestor of ``paths``.
 
     Examples:
         >>> common_ancestor(["layer.0.query", "layer.0.key"]), common_ancestor(["a", "b"])
         ('layer.0', '')
     """
-    parts = zip(*(path.split(".") if path else [] for path in paths), strict=False)
-    return ".".join(
-        names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, parts)
-    )
+    levels = zip(*(path.split(".") if path else [] for path in paths), strict=False)
+    common = itertools.takewhile(lambda names: len(set(names)) == 1, levels)
+    return ".".join(names[0] for names in common)
 
 
 def innermost(paths: Iterable[str]) -> tuple[str, ...]:
-    """The paths that no other of them lies below, in the order given, each once.
+    """Return the paths that have no descendants among ``paths``, in order, each once.
 
-    This turns a stack of running modules into owners, who belong to the modules above them.
+    For a stack of running modules, these are the owners of a node.
 
     Examples:
         >>> innermost(["", "decoder", "decoder.fc", "embed"])
@@ -234,9 +234,9 @@ def _escape(part: str) -> str:
 
 
 def namespace(path: str, called: Collection[str]) -> str:
-    """Return the path as graph viewers group it: ``/`` between modules, containers joined to their children.
+    """Return the path for graph viewers: ``/`` between modules, but containers are joined to their children.
 
-    The modules that did not run (``nn.ModuleList`` and the like) are no level.
+    Containers, such as ``nn.ModuleList``, are modules that did not run.
 
     Examples:
         >>> namespace("encoder.layer.0.query", {"", "encoder", "encoder.layer.0", "encoder.layer.0.query"})
@@ -251,28 +251,26 @@ def namespace(path: str, called: Collection[str]) -> str:
 
 
 def json_text(content: Any) -> str:
-    """The value of a key of metadata that is JSON: without spaces."""
+    """Return the JSON text of a metadata value, without spaces."""
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
 
 
 def json_object(key: str, text: str, of: str, values: type = object) -> dict[str, Any]:
-    """Parse the value of a key of a model's metadata that is a JSON object; a `ValueError` for anything else.
+    """Parse the value of a metadata key that is a JSON object; a `ValueError` for any other value.
 
-    ``values``: the class of its values.
+    ``of`` describes its contents in the message; ``values`` is the class of its values.
     """
     try:
-        listed = parse_json(text)
+        entries = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{key} is not JSON: {error}") from error
-    if not isinstance(listed, dict) or not all(
-        isinstance(value, values) for value in listed.values()
-    ):
-        raise ValueError(f"{key} is not a JSON object of {of}")
-    return listed
+    if isinstance(entries, dict) and all(isinstance(entry, values) for entry in entries.values()):
+        return entries
+    raise ValueError(f"{key} is not a JSON object of {of}")
 
 
 def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """The owners that a node's metadata names; empty for an untagged node.
+    """Return the owners in a node's metadata; empty for an untagged node.
 
     Examples:
         >>> owners_of({"htp.module": "layer", "htp.owners": '["layer.0", "layer.1"]'})
@@ -280,11 +278,11 @@ def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
     """
     if OWNERS in metadata:
         try:
-            listed = parse_json(metadata[OWNERS])
+            owners = parse_json(metadata[OWNERS])
         except ValueError:
-            listed = None
-        if isinstance(listed, list) and listed and all(isinstance(path, str) for path in listed):
-            return tuple(listed)
+            owners = None
+        if isinstance(owners, list) and owners and all(isinstance(path, str) for path in owners):
+            return tuple(owners)
     return (metadata[MODULE],) if MODULE in metadata else ()
 
 
@@ -299,24 +297,26 @@ def encoded_calls(metadata: Mapping[str, str]) -> str:
 
 
 def calls_listed(encoded: str) -> dict[str, list[int]]:
-    """Parse a value of ``htp.calls``: module path → numbers of its calls; empty if it is something else."""
+    """Parse a value of ``htp.calls``: module path → numbers of its calls; empty if it is invalid."""
+    if not encoded.startswith("{"):
+        return {}
     try:
-        listed = parse_json(encoded) if encoded.startswith("{") else {}
+        entries = parse_json(encoded)
     except ValueError:
         return {}
-    for calls in listed.values():
+    for calls in entries.values():
         if not isinstance(calls, list) or not all(map(is_call_number, calls)):
             return {}
-    return dict(listed)
+    return dict(entries)
 
 
 def is_call_number(number: object) -> bool:
-    """Whether a value of JSON is the number of a call, from 0."""
+    """Return whether a JSON value is a valid number of a call."""
     return type(number) is int and number >= 0
 
 
 def write_calls(metadata: MutableMapping[str, str], encoded: str) -> None:
-    """Write the encoded calls of a node, and remove earlier ones."""
+    """Replace the encoded calls of a node; without ``encoded``, remove them."""
     for key in (CALL, CALLS):
         metadata.pop(key, None)
     if encoded:
@@ -343,7 +343,7 @@ def node_tags(
 
 
 def tag_node(metadata: MutableMapping[str, str], entry: Mapping[str, str]) -> None:
-    """Write a node's tags, as of ``node_tags``, in place of those that it had."""
+    """Replace the tags of a node by the result of ``node_tags``."""
     for key in NODE_KEYS:
         metadata.pop(key, None)
     metadata.update(entry)

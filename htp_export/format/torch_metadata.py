@@ -1,8 +1,8 @@
-"""What torch itself writes into ONNX files: the module scopes of nodes, and the lines of Python that they are from.
+"""Metadata that torch writes into ONNX files: the module scopes of nodes, and the Python lines that created them.
 
-The scopes are for files without tags. They are not exact (see ``docs/owners.md``); a warning says
-so when they are used. The dynamo exporter writes them as node metadata, the TorchScript exporter
-into node names.
+Scopes are used for files without tags. They are not exact (see ``docs/owners.md``), and their use
+is logged as a warning. The dynamo exporter writes them as node metadata, the TorchScript exporter
+as a part of node names.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-# in the name of a node: those of modules, which Python itself does not nest deeper
-_MOST_SCOPES = 1_000
+_MOST_SCOPES = 1_000  # in the name of a node: Python's recursion limit bounds the depth of modules
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _CALL_SUFFIX = re.compile(r"@\d+(?=\.|$)")
 
 
 def scopes_of(node: ir.Node) -> tuple[tuple[str, str], ...]:
-    """Return the modules that were running according to torch's scopes of a node, outermost first; empty if none.
+    """Return the running modules in torch's scopes of a node, outermost first; empty without scopes.
 
     Each is (module path, class); the class is ``""`` if torch does not write it.
 
@@ -40,14 +39,12 @@ def scopes_of(node: ir.Node) -> tuple[tuple[str, str], ...]:
         (('', ''), ('fc', ''))
     """
     if _SCOPES in node.metadata_props:
-        # The last entry is the FX node, not a module.
+        # the last entry is the FX node, not a module
         paths = [_CALL_SUFFIX.sub("", path) for path in _strings(node.metadata_props[_SCOPES])[:-1]]
         classes = _strings(node.metadata_props.get(_CLASSES, "[]"))[:-1]
-        return tuple(
-            zip(
-                paths, classes if len(classes) == len(paths) else itertools.repeat(""), strict=False
-            )
-        )
+        if len(classes) != len(paths):
+            classes = ("",) * len(paths)
+        return tuple(zip(paths, classes, strict=True))
     if node.name and node.name.startswith("/"):
         parts = node.name.split("/", maxsplit=_MOST_SCOPES)[1:-1]
         return (("", ""), *((path, "") for path in itertools.accumulate(parts, "{}.{}".format)))
@@ -56,16 +53,14 @@ def scopes_of(node: ir.Node) -> tuple[tuple[str, str], ...]:
 
 @lru_cache(maxsize=4096)
 def _strings(literal: str) -> tuple[str, ...]:
-    """Parse a Python list of strings as torch writes it; empty if it is invalid, because files are not trusted."""
+    """Parse a Python list of strings, as torch writes it, from an untrusted file; empty if it is invalid."""
     try:
-        value = ast.literal_eval(literal)
+        strings = ast.literal_eval(literal)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return ()
-    return (
-        tuple(value)
-        if isinstance(value, list) and all(isinstance(item, str) for item in value)
-        else ()
-    )
+    if isinstance(strings, list) and all(isinstance(item, str) for item in strings):
+        return tuple(strings)
+    return ()
 
 
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"
@@ -73,7 +68,7 @@ _FRAME = re.compile(r'File "([^"\n]*)", line ([0-9]{1,9}), in ([^\n]*)(?:\n *([^
 
 
 class SourceLine(NamedTuple):
-    """One line of the stack; its code is ``""`` if the file was not there when the model was exported."""
+    """One line of the stack; its code is ``""`` if its file was not available when the model was exported."""
 
     file: str
     line: int
@@ -82,7 +77,7 @@ class SourceLine(NamedTuple):
 
 
 def source_lines(node: ir.Node) -> tuple[SourceLine, ...]:
-    """The stack that a node was captured at, the innermost line last; empty if the file does not say it.
+    """Return the Python stack when a node was captured, the innermost line last; empty if it is not in the file.
 
     Examples:
         >>> trace = 'File "net.py", line 7, in forward'

@@ -1,1 +1,1 @@
-"""Temporary changes of the process, garbage collection, and progress of long loops."""
+"""The process: temporary changes of global state, user code, argument checks, garbage collection and progress."""

@@ -1,4 +1,4 @@
-"""Arguments: the types of plain data and of a public function's parameters, and the range of whole numbers."""
+"""Checks of arguments: the types of plain data, the types of a public function's parameters, ranges of integers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _LONGEST = 60  # characters of a value in a message
 
 
 def parameter_type(function: Callable[..., Any], name: str) -> Any:
-    """Return the type of a parameter, as text if it cannot be evaluated; None for one in ``**options`` of a tool."""
+    """Return the type of a parameter, as text if it cannot be evaluated; None for a parameter in ``**options``."""
     parameter = inspect.signature(function).parameters.get(name)
     if parameter is None or parameter.kind is inspect.Parameter.VAR_KEYWORD:
         return None
     try:
-        # text of our own source
+        # an annotation in the source of htp_export, which is trusted
         return eval(parameter.annotation, vars(inspect.getmodule(function)))
     except NameError:  # imported for type checkers alone
         return parameter.annotation
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
-    """Refuse plain data that do not have the type of a parameter, as `parameter_type` has it.
+    """Refuse plain data that does not have the type of a parameter, as returned by `parameter_type`.
 
     Examples:
         >>> check_type("rank", "two", int)
@@ -46,59 +46,63 @@ def check_type(name: str, value: Any, kind: Any) -> None:
         htp_export.errors.InputError: rank is 'two', and takes int
     """
     if not _fits(value, kind):
-        raise InputError(f"{name} is {value!r}, and takes {_said(kind)}")
+        raise InputError(f"{name} is {value!r}, and takes {_type_text(kind)}")
 
 
-def _said(kind: Any) -> str:
+def _type_text(kind: Any) -> str:
+    """Return the name of a type for a message."""
     if typing.get_origin(kind) is typing.Literal:
         return f"one of {', '.join(map(repr, typing.get_args(kind)))}"
-    return (
-        kind.__name__
-        if isinstance(kind, type)
-        else re.sub(r"\b(typing|collections\.abc)\.", "", str(kind))
-    )
+    if isinstance(kind, type):
+        return kind.__name__
+    return re.sub(r"\b(typing|collections\.abc)\.", "", str(kind))
 
 
+_PLAIN = (str, bool, int, float, list, tuple, dict)
+
+
+# One case for each kind of type, without nesting.
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether plain data have the type of a parameter; objects of Python, and types that are not plain, always do."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if (
-        not isinstance(value, str | bool | int | float | list | tuple | dict)
-        or kind is None
-        or isinstance(kind, str)
-    ):
+    """Return whether plain data has the type of a parameter; True for other objects and other types."""
+    if not isinstance(value, _PLAIN) or kind is None or isinstance(kind, str):
         return True
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return any(each is not type(None) and _fits(value, each) for each in inner)
+        return any(member is not type(None) and _fits(value, member) for member in inner)
     if origin is typing.Literal:
         return value in inner
     if kind in (bool, int, float, str):
-        numbers = (int, float) if kind is float else kind
-        return isinstance(value, numbers) and (kind is bool or not isinstance(value, bool))
+        return _fits_scalar(value, kind)
     if origin is collections.abc.Mapping:
-        entries = value.items() if isinstance(value, dict) else ()
-        return isinstance(value, dict) and all(
-            _fits(key, inner[0]) and _fits(each, inner[1]) for key, each in entries
-        )
+        return isinstance(value, dict) and _fits_items(value, inner)
     if origin is tuple:
-        return (
-            isinstance(value, list | tuple)
-            and len(value) == len(inner)
-            and all(map(_fits, value, inner))
-        )
+        if not isinstance(value, list | tuple) or len(value) != len(inner):
+            return False
+        return all(map(_fits, value, inner))
     if origin in (collections.abc.Sequence, collections.abc.Iterable):
-        return isinstance(value, list | tuple) and all(_fits(each, inner[0]) for each in value)
+        return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
     return True
+
+
+def _fits_scalar(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):  # a bool is an int in Python
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _fits_items(value: dict[Any, Any], inner: tuple[Any, ...]) -> bool:
+    key_kind, item_kind = inner
+    return all(_fits(key, key_kind) and _fits(item, item_kind) for key, item in value.items())
 
 
 # --- public functions -----------------------------------------------------------------------------------
 
 
 def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function raise a TypeError that says what fits, where an argument has another type than its parameter.
+    """Make a function raise a TypeError for an argument of another type than its parameter.
 
-    Models, modules, files, mappings and lists are checked; numbers and words have errors of their
-    own.
+    Models, modules, files, mappings and lists are checked; functions check numbers and words
+    themselves.
 
     Examples:
         >>> @checks_arguments
@@ -114,23 +118,24 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            arguments = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # Python's own error names the function
+        parameters = signature.parameters
         wrong = [
             name
-            for name, value in given.items()
-            if not _suits(value, signature.parameters[name], function)
+            for name, value in arguments.items()
+            if not _suits(value, parameters[name], function)
         ]
         if wrong:
-            raise TypeError(_problem(function, signature, given, wrong))
+            raise TypeError(_problem(function, signature, arguments, wrong))
         return function(*args, **kwargs)
 
     return checked
 
 
 def check_fits(function: Callable[..., Any], name: str, value: Any) -> None:
-    """Refuse an argument that `checks_arguments` cannot see: one among ``*positional``, for a parameter with a name."""
+    """Refuse an argument that `checks_arguments` cannot check: one in ``*args``, for a named parameter."""
     signature = inspect.signature(function)
     if not _suits(value, signature.parameters[name], function):
         raise TypeError(_problem(function, signature, {name: value}, [name]))
@@ -139,62 +144,59 @@ def check_fits(function: Callable[..., Any], name: str, value: Any) -> None:
 def _problem(
     function: Callable[..., Any],
     signature: inspect.Signature,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     wrong: Sequence[str],
 ) -> str:
-    """What is to be said of the arguments that do not fit: of the first one, or that two of them are swapped."""
+    """Return the message for arguments of wrong types: about the first one, or that two of them are swapped."""
     name, *others = wrong
-    takes = " or ".join(
-        words for _, words in _checks(signature.parameters[name], function) if words
-    )
-    value = repr(given[name])
-    short = (
-        value
-        if len(value) <= _LONGEST and "\n" not in value and "<" not in value
-        else "what was given"
-    )
-    text = f"{function.__name__}: {name} takes {takes}, and {short} is of type {type(given[name]).__name__}"
+    parameter = signature.parameters[name]
+    accepted = " or ".join(words for _, words in _checks(parameter, function) if words)
+    shown = repr(arguments[name])
+    if len(shown) > _LONGEST or "\n" in shown or "<" in shown:
+        shown = "the argument"
+    text = f"{function.__name__}: {name} takes {accepted}, and {shown} is of type {type(arguments[name]).__name__}"
     for other in others:
-        if _suits(given[name], signature.parameters[other], function) and _suits(
-            given[other], signature.parameters[name], function
-        ):
+        suits_other = _suits(arguments[name], signature.parameters[other], function)
+        if suits_other and _suits(arguments[other], parameter, function):
             return f"{text}: {name} and {other} are swapped; the order is {function.__name__}({name}, {other})"
     return text
 
 
 def _suits(value: Any, parameter: inspect.Parameter, function: Callable[..., Any]) -> bool:
-    if (
-        parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        or value is parameter.default
-    ):
+    """Return whether an argument has the type of its parameter."""
+    if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        return True
+    if value is parameter.default:
         return True
     checks = _checks(parameter, function)
     return not checks or any(fits(value) for fits, _ in checks)
 
 
 _Check = tuple[Callable[[Any], bool], str]
-"""Whether a value fits, and what does, in words."""
+"""A predicate for values, and a description of the values that it accepts."""
 
 
 @functools.cache
 def _checks(parameter: inspect.Parameter, function: Callable[..., Any]) -> list[_Check]:
-    """What may be given for a parameter; empty where everything may, or where it is a number."""
+    """Return the checks of a parameter, of which one must pass; empty if any value, or only a number, is accepted."""
     checks: list[_Check] = []
     names = inspect.unwrap(function).__globals__
     for text in _members(parameter.annotation, names):
-        known = _KNOWN.get(text) or _KNOWN.get(text.partition("[")[0].rpartition(".")[2])
-        if known is None and isinstance(kind := names.get(text), type) and kind is not Any:
-            known = _has_type(kind), f"a {text}"
-        if known is None:
+        check = _KNOWN.get(text) or _KNOWN.get(text.partition("[")[0].rpartition(".")[2])
+        kind = names.get(text)
+        if check is None and isinstance(kind, type) and kind is not Any:
+            check = _has_type(kind), f"a {text}"
+        if check is None:
             return []
-        fits, words = known
-        checks.append(
-            (_texts, "a list of strings") if text.endswith("Sequence[str]") else (fits, words)
-        )
-    return [] if {words for _, words in checks} <= {"", "a whole number"} else checks
+        if text.endswith("Sequence[str]"):
+            check = _texts, "a list of strings"
+        checks.append(check)
+    descriptions = {description for _, description in checks}
+    return [] if descriptions <= {"", "a whole number"} else checks
 
 
 def _members(annotation: Any, names: Mapping[str, Any]) -> Iterator[str]:
+    """Iterate over the names of the types in an annotation, also of the members of unions and aliases."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         for member in typing.get_args(annotation):
             yield from _members(member, names)
@@ -211,10 +213,10 @@ def _members(annotation: Any, names: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_torch_module(value: object) -> TypeGuard[nn.Module]:
-    """Whether it is a module of PyTorch, which is not imported for this."""
+    """Return whether a value is a PyTorch module, without importing PyTorch."""
     return any(
-        f"{each.__module__}.{each.__name__}" == "torch.nn.modules.module.Module"
-        for each in type(value).__mro__
+        f"{base.__module__}.{base.__name__}" == "torch.nn.modules.module.Module"
+        for base in type(value).__mro__
     )
 
 
@@ -225,9 +227,10 @@ def _is_onnx(value: Any) -> bool:
 
 
 def _texts(value: Any) -> bool:
-    return _is_list(value) and (
-        isinstance(value, Iterator) or all(isinstance(each, str) for each in value)
-    )
+    """Return whether a value is a list of strings; the items of an iterator are not checked."""
+    if not _is_list(value):
+        return False
+    return isinstance(value, Iterator) or all(isinstance(item, str) for item in value)
 
 
 def _is_list(value: Any) -> bool:
@@ -246,7 +249,7 @@ _KNOWN: dict[str, _Check] = {
     "Module": (is_torch_module, "a PyTorch module"),
     "ONNXProgram": (
         lambda value: type(value).__name__ == "ONNXProgram",
-        "what htp_export.export returned",
+        "the result of htp_export.export",
     ),
     "None": (lambda value: value is None, ""),
     "NoneType": (lambda value: value is None, ""),
@@ -259,30 +262,30 @@ _KNOWN: dict[str, _Check] = {
     "Iterable": (_has_type(collections.abc.Iterable), "a list"),
     "int": (lambda value: hasattr(value, "__index__"), "a whole number"),
 }
-"""Name of a type, as it is written in a signature → how it is checked."""
+"""Name of a type in a signature → its check."""
 
 
 MOST_SEED = 2**32 - 1
-"""What all random generators take: torch's, numpy's and those of the samplers of Optuna."""
+"""The largest seed of all random generators: those of torch, numpy and the samplers of Optuna."""
 
 MOST_RUNS = 1_000_000
-"""Of timed runs, and of trials: more take days for the smallest model, and their times are kept in memory."""
+"""Timed runs or trials: more take days for the smallest model, and their times are kept in memory."""
 
-_THREADS_OF_A_CORE = 16  # beyond what any scheduler gains from
+_THREADS_OF_A_CORE = 16  # more threads do not make any scheduler faster
 
 
 def most_threads() -> int:
-    """The number of threads beyond which they only wait for each other, and a session takes minutes to start."""
+    """Return the largest number of threads: more of them only wait, and a session takes minutes to start."""
     return _THREADS_OF_A_CORE * (os.cpu_count() or 1)
 
 
 def check_seed(seed: int) -> None:
-    """Refuse what is no seed."""
+    """Refuse an invalid seed of random generators."""
     check_whole("seed", seed, 0, MOST_SEED)
 
 
 def check_whole(name: str, value: int, least: int, most: int) -> int:
-    """Refuse a number that is not whole, or out of its range.
+    """Refuse a value that is not an integer in a range; return it as an ``int``.
 
     Examples:
         >>> check_whole("seed", -1, 0, 9)

@@ -1,7 +1,7 @@
-"""Child processes that are forked while other threads run: these threads do not exist in the child, their locks do.
+"""Locks in child processes that are forked while other threads run.
 
-A lock that such a thread held at the fork is never released in the child, and the child would wait
-for it for ever.
+The other threads do not exist in the child: a lock that one of them held at the fork is never
+released, and the child would wait for it forever.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _Function = TypeVar("_Function", bound=Callable[[], None])
 
 
 def in_forked_child(do: _Function) -> _Function:
-    """Register a function that every forked child process calls first; those registered earlier are called earlier."""
+    """Register a function that each forked child process calls first, in the order of registration."""
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
         os.register_at_fork(after_in_child=do)
     return do
 
 
 class Mutex:
-    """A lock of the threads of this process; a child process begins with a free one.
+    """A lock of the threads of this process, which is free in a forked child process.
 
-    It is reached as ``lock``, and has no methods of its own: an interrupt can occur in those
-    (`restoring.locked`).
+    Use its attribute ``lock``. It has no methods to acquire it, because an interrupt can occur in
+    Python code (`restoring.locked`).
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Mutex:
         _all.add(self)
 
     def renew(self) -> None:
-        """Replace the lock by a free one. The thread that forked releases the lock that it holds, if it holds one."""
+        """Replace the lock by a free one; the thread that forked can still release the lock that it holds."""
         self.lock = threading.RLock()
 
 
@@ -54,14 +54,15 @@ def _renew_all() -> None:
 
 
 def _properties_with_locks() -> Iterator[Any]:
-    """The cached properties of this package: before Python 3.12, each has a lock, held while a value is computed."""
+    """Iterate over the cached properties of this package: before Python 3.12, each has a lock for its computation."""
     if sys.version_info >= (3, 12):
         return
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != _PACKAGE:
             continue
-        for found in list(vars(module).values()):
-            members = list(vars(found).values()) if isinstance(found, type) else []
-            yield from (
-                member for member in members if isinstance(member, functools.cached_property)
-            )
+        for value in list(vars(module).values()):
+            if not isinstance(value, type):
+                continue
+            for member in list(vars(value).values()):
+                if isinstance(member, functools.cached_property):
+                    yield member

@@ -1,7 +1,7 @@
-"""Ctrl-C and signals that ask a process to end: a command then removes its unfinished files, and ends.
+"""Ctrl-C and signals that end a process: a command then removes its unfinished files, and exits.
 
-Its status is 128 and the number of the signal, also where a library drops the exception or makes
-another one of it.
+The exit status is 128 plus the number of the signal, even if a library drops or replaces the
+exception.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ _ENDINGS: dict[int, Any] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
 }
-"""Signal → its handler when Python starts."""
+"""Signal → its default handler in Python."""
 if hasattr(signal, "SIGHUP"):  # the terminal was closed; not on Windows
     _ENDINGS[signal.SIGHUP] = signal.SIG_DFL
 
 
 class Interrupts:
-    """Notes a Ctrl-C, SIGTERM or SIGHUP while a ``with`` block runs, and raises ``KeyboardInterrupt`` as for Ctrl-C.
+    """Records a Ctrl-C, SIGTERM or SIGHUP in a ``with`` block, and raises ``KeyboardInterrupt`` for each of them.
 
-    A second SIGTERM or SIGHUP ends the process at once. Only the command line has these handlers,
-    and only where no other program has put its own; functions in Python leave signals to the
+    A second SIGTERM or SIGHUP ends the process at once. Only the command line installs these
+    handlers, and only in place of the default ones; functions in Python leave signals to the
     caller.
 
-    The exception may get lost: in ``__del__`` and callbacks of weak references Python only reports
-    it, and extension modules whose import is interrupted may drop it and fail with another one
-    later: numpy's import, broken off inside that of ml_dtypes, ends in a ``RecursionError``.
+    The exception may get lost: in ``__del__`` and callbacks of weak references, Python only prints
+    it. An extension module whose import is interrupted may drop it and fail later: the import of
+    numpy, interrupted inside that of ml_dtypes, ends in a ``RecursionError``.
 
     Attributes:
         seen: The number of the signal; 0 if there was none.
@@ -40,16 +40,16 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """The exit status after a signal, as shells have it; that of Ctrl-C if none was noted."""
+        """The exit status after a signal, as in shells; that of Ctrl-C if no signal was recorded."""
         return 128 + (self.seen or signal.SIGINT)
 
     @property
     def described(self) -> str:
-        """The signal in a word, for the user."""
+        """A description of the signal for the user."""
         return "interrupted" if self.status == 128 + signal.SIGINT else "terminated"
 
     def __enter__(self) -> Interrupts:
-        # Another handler is the caller's, and only the main thread may set one.
+        # another handler belongs to the caller; threads other than the main one cannot set handlers
         for number, usual in _ENDINGS.items():
             if signal.getsignal(number) is usual:
                 with contextlib.suppress(ValueError):
@@ -69,21 +69,21 @@ class Interrupts:
 
 
 def accept_interrupt() -> None:
-    """Declare that Ctrl-C ended only the last step, such as serving a page; the command continues."""
+    """Accept a Ctrl-C that ended only one step, such as serving a page, so that the command continues."""
     owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     if isinstance(owner, Interrupts) and owner.seen == signal.SIGINT:
         owner.seen = 0
 
 
 def stems_from_interrupt(error: BaseException | None) -> bool:
-    """Whether an error is a ``KeyboardInterrupt``, or what a library made of one.
+    """Return whether an error is a ``KeyboardInterrupt``, or was raised because of one.
 
     Examples:
         >>> stems_from_interrupt(KeyboardInterrupt()), stems_from_interrupt(OSError())
         (True, False)
     """
     walked = set[int]()
-    while error is not None and id(error) not in walked:  # causes may go in circles
+    while error is not None and id(error) not in walked:  # causes may form a cycle
         if isinstance(error, KeyboardInterrupt):
             return True
         walked.add(id(error))

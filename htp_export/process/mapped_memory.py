@@ -1,8 +1,8 @@
 """Memory that is mapped from files, and the release of its pages.
 
-A page of a mapped file becomes resident when it is read, and stays so until the system needs
-memory. Whoever reads a large file once can release the pages behind it, and is never larger than
-the part that is being read.
+A page of a mapped file becomes resident when it is read, and remains so until the system needs
+memory. Code that reads a large file once can release the pages that it has read, so that only the
+current part is resident.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# MADV_PAGEOUT of Linux 5.4, <asm-generic/mman-common.h>; Python 3.11 does not name it
+# MADV_PAGEOUT of Linux 5.4, <asm-generic/mman-common.h>; Python 3.11 does not define it
 _PAGEOUT = 21
 
 
@@ -25,14 +25,14 @@ _PAGEOUT = 21
 class MappedFiles:
     """The address ranges of this process that are mapped from files, in order: start, end, and path of the file.
 
-    The path of a file whose name is gone ends in ``(deleted)``.
+    The path of a deleted file ends with ``(deleted)``.
     """
 
     ranges: tuple[tuple[int, int, str], ...]
 
     @classmethod
     def now(cls) -> MappedFiles:
-        """Return the ranges that are mapped now; none on a system without ``/proc``."""
+        """Return the currently mapped ranges; none on a system without ``/proc``."""
         try:
             text = os.fsdecode(Path("/proc/self/maps").read_bytes())
         except OSError:
@@ -47,8 +47,11 @@ class MappedFiles:
 
     def path_of(self, address: int, length: int) -> str | None:
         """Return the file from which a range of memory is mapped; None if it is not mapped from one file."""
-        at = bisect_right(self.ranges, address, key=lambda each: each[0]) - 1
-        return self.ranges[at][2] if at >= 0 and address + length <= self.ranges[at][1] else None
+        index = bisect_right(self.ranges, address, key=lambda mapped: mapped[0]) - 1
+        if index < 0:
+            return None
+        _, end, path = self.ranges[index]
+        return path if address + length <= end else None
 
     def release(self, path: str) -> None:
         """Release the pages of all ranges of a file."""
@@ -58,10 +61,10 @@ class MappedFiles:
 
 
 def release_pages(address: int, length: int) -> None:
-    """Release the pages of a range of memory that is mapped from a file; what was changed in them is kept.
+    """Release the pages of a range of memory that is mapped from a file; changes in them are kept.
 
-    Without a system that can do this (Linux 5.4 or later; the file has to be one's own, or
-    writable), the pages stay until the system needs memory.
+    This requires Linux 5.4 or later, and a file that is writable or owned by the user. Otherwise,
+    the pages remain until the system needs memory.
     """
     advise = _madvise()
     if advise is not None and length > 0:
@@ -77,8 +80,6 @@ def _madvise() -> Callable[[int, int, int], int] | None:
         function = ctypes.CDLL(None).madvise
     except (OSError, AttributeError):
         return None
-    function.argtypes, function.restype = (
-        [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int],
-        ctypes.c_int,
-    )
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function.restype = ctypes.c_int
     return function

@@ -1,4 +1,4 @@
-"""Progress of long loops: they count completed items, and report to a listener if there is one."""
+"""Progress of long loops: completed items are counted, and reported to a listener if there is one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Listener: TypeAlias = Callable[[str, int, int], None]
-"""Called with what is counted, in the plural, the number of completed items, and the total."""
+"""Called with the plural noun for the items, the number of completed items, and the total."""
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def counted(items: Sequence[T], what: str) -> Iterator[T]:
-    """Iterate over items, and report the progress to the listener of this context; without one, this is ``iter``.
+    """Iterate over items, and report the progress to the listener of this context, if there is one.
 
-    Of nested loops, only the outermost is reported. ``what`` are the items, in the plural.
+    Of nested loops, only the outermost one is reported. ``what`` is a plural noun for the items.
 
     Examples:
         >>> with listening(lambda what, done, total: print(f"{done} of {total} {what}")):
@@ -40,7 +40,7 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
 
 @contextlib.contextmanager
 def report_counts(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes the number of completed items, for work that is not done in a loop over items.
+    """Provide a function that reports the number of completed items, for work without a loop over items.
 
     Examples:
         >>> with listening(lambda what, done, total: print(f"{done} of {total} {what}")):
@@ -49,15 +49,18 @@ def report_counts(what: str, total: int) -> Iterator[Callable[[int], None]]:
         1 of 2 trials
     """
     listener = _listener.get()
+
+    def report(done: int) -> None:
+        if listener is not None:
+            listener(what, done, total)
+
     with listening(None):
-        yield (
-            (lambda done: None) if listener is None else (lambda done: listener(what, done, total))
-        )
+        yield report
 
 
 @contextlib.contextmanager
 def listening(listener: Listener | None) -> Iterator[None]:
-    """Report all progress inside the block, in this thread or task, to a listener; None suppresses it."""
+    """Report the progress in a ``with`` block, in this thread or task, to a listener; None suppresses it."""
     before = _listener.get()
     _listener.set(listener)
     try:

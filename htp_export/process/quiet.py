@@ -1,4 +1,4 @@
-"""Libraries kept quiet for a while: what they print, warn of and log."""
+"""Suppress the output, warnings and log messages of libraries temporarily."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ONE_AT_A_TIME = Mutex()
 
 @contextlib.contextmanager
 def quiet(*loggers: str) -> Iterator[None]:
-    """Suppress what libraries print and warn of, and what reaches some loggers (``""`` is the root logger).
+    """Suppress printed output, warnings, and the messages of some loggers (``""`` is the root logger).
 
-    One thread at a time, as all of it is the whole process's. The loggers keep their levels and
-    have a handler meanwhile, so that a library that calls ``logging.basicConfig`` when it is
-    imported configures nothing.
+    Only one thread at a time, because these are global. The loggers keep their levels, and have a
+    handler meanwhile, so that ``logging.basicConfig``, which some libraries call when they are
+    imported, has no effect.
 
     Examples:
         >>> import logging

@@ -1,13 +1,13 @@
 """Temporary changes of process-wide state that are always reverted, also on errors and on a `KeyboardInterrupt`.
 
-An interrupt can occur between any two lines, also in a ``finally``. Therefore, how to revert a
-change is recorded before the change is made (reverting one that was not made has no effect), and
-all are reverted in two nested ``finally`` clauses, the second for what the first did not complete.
-The function with these has no other ``try``: in CPython, an exception on the line of an inner
-``try`` is handled by no clause of the same function.
+An interrupt can occur between any two lines, also in a ``finally``. Therefore, the function that
+reverts a change is recorded before the change (without the change, it has no effect), and all
+changes are reverted in two nested ``finally`` clauses, the second one in case the first was
+interrupted. The function with these clauses has no other ``try``: in CPython, no clause of the same
+function handles an exception on the line of an inner ``try``.
 
-A child process that is forked while another thread has made changes reverts them at once: that
-thread does not exist in the child, and would never do it.
+A child process that is forked while another thread has changes reverts these at once: that thread
+does not exist in the child, and cannot revert them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NOTHING = object()
 
 
 class Changes:
-    """The changes so far, and how to revert them.
+    """A stack of changes that can be reverted.
 
-    ``shared``: several threads need them, each with changes of its own whose end reverts these.
+    ``shared``: several threads need these changes, and the last thread reverts them.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -42,9 +42,9 @@ class Changes:
         _all_changes.add(self)
 
     def will_undo(self, undo: Callable[[], object], *, of_thread: bool = False) -> None:
-        """Record how to revert a change, before it is made; ``undo`` may run without the change, and more than once.
+        """Record a function that reverts the next change; it may run without the change, and more than once.
 
-        ``of_thread``: the change concerns this thread alone, as that of a context variable does.
+        ``of_thread``: the change affects only this thread, such as that of a context variable.
         """
         self._undo.append((undo, of_thread))
 
@@ -61,7 +61,7 @@ class Changes:
             self._undo.pop()
 
     def take_back_without_thread(self) -> None:
-        """Revert the changes, except those of their thread, which does not exist any more; errors are ignored."""
+        """Revert the changes except those that affect only their thread, which does not exist; ignore errors."""
         while self._undo:
             undo, of_thread = self._undo.pop()
             if not of_thread:
@@ -75,8 +75,10 @@ _all_changes: weakref.WeakSet[Changes] = weakref.WeakSet()
 
 @in_forked_child
 def _take_back_changes_of_other_threads() -> None:
-    others = [each for each in _all_changes if each._thread not in (None, threading.get_ident())]
-    for changes in sorted(others, key=lambda each: each._number, reverse=True):
+    own_threads = (None, threading.get_ident())
+    others = [changes for changes in _all_changes if changes._thread not in own_threads]
+    others.sort(key=lambda changes: changes._number, reverse=True)
+    for changes in others:
         changes.take_back_without_thread()
 
 
@@ -95,16 +97,16 @@ def restored(make: Callable[[Changes], None]) -> Iterator[None]:
 
 
 def locked(lock: AbstractContextManager[Any], do: Callable[[], _Result]) -> _Result:
-    """Call a function while a lock is held. No method of the lock is implemented in Python: no interrupt is in them.
+    """Call a function while a lock is held; the methods of the lock must not be written in Python.
 
-    The ``with`` block is on one line: a separate line for its end would be another place for an
-    interrupt before the lock is released.
+    An interrupt could occur in them. The ``with`` block is on one line, because an interrupt could
+    also occur at a separate line at its end, before the lock is released.
     """
     with lock: return do()  # fmt: skip  # noqa: E701
 
 
 def set_variable(changes: Changes, variable: ContextVar[Any], value: Any) -> None:
-    """Set a context variable. A token could not restore it, because it only exists after the variable is set."""
+    """Set a context variable; not restored by its token, which would not exist if an interrupt follows the change."""
     before = variable.get()
     changes.will_undo(lambda: variable.set(before), of_thread=True)
     variable.set(value)
@@ -117,7 +119,7 @@ def set_attribute(changes: Changes, owner: Any, name: str, value: Any) -> None:
 
 
 def set_item(changes: Changes, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
-    """Set an item of a mapping, such as ``vars(module)`` or ``os.environ``; one that was not there is removed again."""
+    """Set an item of a mapping, such as ``vars(module)`` or ``os.environ``; a new item is removed again."""
     before = mapping.get(key, _NOTHING)
 
     def put_back() -> None:
@@ -132,8 +134,9 @@ def set_item(changes: Changes, mapping: MutableMapping[str, Any], key: str, valu
 def enter(
     changes: Changes, context: AbstractContextManager[Any], *, of_thread: bool = False
 ) -> None:
-    """Enter a context manager, which is left when the changes are reverted; ``of_thread`` as of `Changes.will_undo`."""
+    """Enter a context manager, and exit it when the changes are reverted; ``of_thread`` as in `Changes.will_undo`."""
     entered: list[bool] = []
+    # one expression: between two lines, an interrupt could occur
     changes.will_undo(
         lambda: context.__exit__(None, None, None) if entered and entered.pop() else None,
         of_thread=of_thread,
@@ -143,7 +146,10 @@ def enter(
 
 
 class SharedSetting:
-    """A setting of torch that all threads share: it has the value that is needed while anyone needs it."""
+    """A global setting that has another value while at least one thread needs it.
+
+    ``read`` and ``write`` access the setting; ``needed`` returns the other value.
+    """
 
     def __init__(
         self, read: Callable[[], Any], write: Callable[[Any], object], needed: Callable[[], Any]
@@ -154,7 +160,7 @@ class SharedSetting:
         self._before: Any = None
 
     def hold(self, changes: Changes) -> None:
-        """Give it the value until the changes are taken back; the last user puts back what the first one found."""
+        """Change the setting until the changes are reverted; the last user restores the original value."""
         user = object()
         changes.will_undo(lambda: locked(self._mutex.lock, functools.partial(self._leave, user)))
         locked(self._mutex.lock, functools.partial(self._enter, user))
@@ -185,7 +191,7 @@ _FAST_PATH = SharedSetting(
 
 
 def turn_attention_fast_path_off(changes: Changes) -> None:
-    """Run ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` in their plain form, which ONNX can express."""
+    """Disable the fused operators of ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``, which ONNX lacks."""
     _FAST_PATH.hold(changes)
 
 
@@ -196,35 +202,36 @@ _OBJECTS = 70_000
 def no_collection(*, kept: bool = False) -> contextlib.AbstractContextManager[None]:
     """Suspend cyclic garbage collection: bulk allocation would trigger full collections.
 
-    A full collection visits every object of the process and takes a quarter of a second with
+    A full collection visits every object of the process, which takes a quarter of a second with
     transformers loaded. A trace of an export creates few cycles, and a profile is read in a third
-    of the time. If the objects that are created inside are ``kept`` alive, they are moved into the
-    oldest generation.
+    of the time. ``kept``: move the new objects into the oldest generation, because they stay alive.
     """
     return restored(functools.partial(hold_collection, kept=kept))
 
 
 def hold_collection(changes: Changes, *, kept: bool = False) -> None:
-    """Do the same until the changes are reverted."""
-    running, kept = gc.isenabled(), kept and not gc.get_freeze_count()
+    """Suspend garbage collection until the changes are reverted; see `no_collection`."""
+    was_enabled = gc.isenabled()
+    moves_objects = kept and not gc.get_freeze_count()
 
-    def go_on() -> None:
-        if running:
-            if kept:
-                gc.freeze()
-                gc.unfreeze()  # into the oldest generation
-            gc.enable()
+    def enable_again() -> None:
+        if not was_enabled:
+            return
+        if moves_objects:
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
+        gc.enable()
 
-    changes.will_undo(go_on)
+    changes.will_undo(enable_again)
     gc.disable()
 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Run the garbage collector about a hundred times less often, for a program that imports much and then ends.
+    """Run the garbage collector about a hundred times less often, for a program that imports much and then exits.
 
     Importing torch and exporting a small model creates about a million objects that stay alive.
-    Visiting them with Python's own thresholds takes 0.8 s of 6 s of processor time.
+    With Python's default thresholds, visiting them takes 0.8 s of 6 s of processor time.
     """
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS, *before[1:])

@@ -1,6 +1,6 @@
-"""Code of the caller that htp_export calls: factories, metrics, data. What it raises is said to be its own.
+"""Calls of user code: factories, metrics, data. Its errors are marked as errors of user code.
 
-A factory is named as ``package.module:factory``: a function that is called without arguments.
+A factory, ``package.module:factory``, is a function that is called without arguments.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _OWN = Path(__file__).parents[1]
 _LIBRARIES = tuple(
     Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-# that code of the caller has read
+# the files that user code has read
 _files: ContextVar[set[str] | None] = ContextVar("_files", default=None)
 _is_running: ContextVar[bool] = ContextVar("_is_running", default=False)
 
 
 @contextlib.contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Call code of the caller inside a ``with`` block; ``name`` says in the message what is called.
+    """Mark errors of user code in a ``with`` block; ``name`` describes the code in the message.
 
     Raises:
-        UserCodeError: If it raises anything but an error of htp_export; with the line of it that
-            ran last.
+        UserCodeError: If the code raises an error that is not one of htp_export; with the last line
+            of user code that ran.
 
     Examples:
         >>> try:
@@ -59,10 +59,10 @@ def user_code(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_files() -> Iterator[None]:
-    """Note the files that code of the caller reads, for `is_read_by_user_code`, in a ``with`` block.
+    """Record the files that user code reads in a ``with`` block, for `is_read_by_user_code`.
 
-    These are files that Python opens, modules that it imports among them. It needs an audit hook,
-    which a process keeps until it ends: for the command line, not for the library.
+    These are all files that Python opens, including imported modules. This installs an audit hook,
+    which cannot be removed: it is for the command line, and not for the library.
     """
     _add_hook()
     token = _files.set(set())
@@ -73,7 +73,7 @@ def noting_files() -> Iterator[None]:
 
 
 def is_read_by_user_code(file: Path) -> bool:
-    """Whether code of the caller has read an existing file, under whatever name; no where nothing is noted."""
+    """Return whether user code has read an existing file, under any name; False outside of `noting_files`."""
     for path in _files.get() or ():
         with contextlib.suppress(OSError, ValueError):
             if file.samefile(_source(path)):
@@ -82,24 +82,28 @@ def is_read_by_user_code(file: Path) -> bool:
 
 
 def _source(path: str) -> str:
-    """The source of a compiled module; other files are their own."""
+    """Return the source file of a compiled module; other paths are returned unchanged."""
     return importlib.util.source_from_cache(path) if path.endswith(".pyc") else path
 
 
 @functools.cache
 def _add_hook() -> None:
     def note(event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or not _is_running.get() or (files := _files.get()) is None:
+        if event != "open" or not _is_running.get():
+            return
+        files = _files.get()
+        if files is None:
             return
         path, mode, _ = arguments
-        if isinstance(path, str | os.PathLike) and not set(mode or "r") & set("wax+"):
+        is_read = not set(mode or "r") & set("wax+")
+        if is_read and isinstance(path, str | os.PathLike):
             files.add(os.path.abspath(path))  # noqa: PTH100 - no method of pathlib, as those open files, too
 
     sys.addaudithook(note)
 
 
 def iterated(items: Iterable[_T], name: str) -> Iterator[_T]:
-    """Iterate over what the caller gave, whose items may be computed by code of the caller; see `user_code`."""
+    """Iterate over items of the caller, which user code may compute; see `user_code`."""
     with user_code(name):
         iterator = iter(items)
     while True:
@@ -112,20 +116,23 @@ def iterated(items: Iterable[_T], name: str) -> Iterator[_T]:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of the caller's own code that ran; of a library, if there is none."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not _is_below(frame.filename, (_OWN,))
-    ]
-    own = [
-        frame
-        for frame in frames
-        if not (frame.filename.startswith("<frozen") or "site-packages" in frame.filename)
-        and not _is_below(frame.filename, _LIBRARIES)
-    ]
-    last = next(reversed(own or frames), None)
-    return f" ({last.filename}:{last.lineno}, in {last.name})" if last else ""
+    """Return the last line of user code that ran, for a message; that of a library if there is none."""
+    last: traceback.FrameSummary | None = None
+    last_of_user: traceback.FrameSummary | None = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _is_below(frame.filename, (_OWN,)):
+            continue
+        last = frame
+        if not _is_of_library(frame.filename):
+            last_of_user = frame
+    shown = last_of_user or last
+    return f" ({shown.filename}:{shown.lineno}, in {shown.name})" if shown else ""
+
+
+def _is_of_library(file: str) -> bool:
+    if file.startswith("<frozen") or "site-packages" in file:
+        return True
+    return _is_below(file, _LIBRARIES)
 
 
 def _is_below(file: str, folders: Iterable[Path]) -> bool:
@@ -133,7 +140,7 @@ def _is_below(file: str, folders: Iterable[Path]) -> bool:
 
 
 def names_factory(text: object) -> bool:
-    """Whether a text names a factory, and no file or folder.
+    """Return whether a text refers to a factory, and not to a file or folder.
 
     Examples:
         >>> names_factory("mypackage.data:runs"), names_factory("runs.npz"), names_factory("calibration/")
@@ -141,11 +148,11 @@ def names_factory(text: object) -> bool:
     """
     if not isinstance(text, str) or ":" not in text or "\0" in text or text.endswith(".npz"):
         return False
-    return not (os.path.isabs(text) or os.path.exists(text))  # noqa: PTH110, PTH117 - a text need be no path
+    return not (os.path.isabs(text) or os.path.exists(text))  # noqa: PTH110, PTH117 - it may be no valid path
 
 
 def factory_file(text: object) -> Path | None:
-    """The file of the module in ``package.module:factory``, which is not imported; None for other words."""
+    """Return the file of the module in ``package.module:factory`` without importing it; None for other texts."""
     if not names_factory(text):
         return None
     module = Path(*str(text).partition(":")[0].split("."))
@@ -155,19 +162,19 @@ def factory_file(text: object) -> Path | None:
 
 
 def call_factory(entry: str, seed: int = 0) -> Any:
-    """What ``package.module:factory`` returns. The current folder is looked in first.
+    """Call ``package.module:factory``, and return its result. The current folder is searched first.
 
-    Torch's generator starts from the seed while the factory runs, and is as it was afterwards.
+    Torch's generator is seeded for the call, and restored afterwards.
 
     Raises:
         ModelSourceError: If there is no such factory.
-        UserCodeError: If it raises.
+        UserCodeError: If it raises an error.
     """
     import torch
 
     module_name, colon, attribute = entry.partition(":")
     if not (colon and module_name and attribute):
-        raise ModelSourceError(entry, "an entry is package.module:factory")
+        raise ModelSourceError(entry, "an entry must be package.module:factory")
     if module_name.endswith(".py"):
         name = ".".join(Path(module_name).with_suffix("").parts)
         raise ModelSourceError(entry, f"an entry names a module, not its file: {name}:{attribute}")

@@ -22,12 +22,14 @@ _COMMANDS = {
     "lora.insert gives its linear layers": "htp-export lora insert gives its linear layers",
     "or use lora.insert": "or use htp-export lora insert",
     "data={name: array}, or an .npz file": "--set data=FILE.npz",
-    "takes one run, and data have several; give one mapping of input name → array": "takes one run, and --data has "
+    "takes one run, but data have several; give one mapping of input name → array": "takes one run, but --data has "
     "several; give one .npz file, or a factory that returns one run",
     "give dims (": "give --dims (",
     ") or data": ") or --data",
     "give shapes or data": "give --shapes or --data",
-    "shapes are those of random inputs, and data have": "--shapes are those of random inputs, and --data have",
+    "shapes are for random inputs; give either shapes or data": (
+        "--shapes is for random inputs; give either --shapes or --data"
+    ),
     "passes=[...]": "--passes",
     "view(..., explorer=True)": "--explorer",
     "but dims has": "but --dims has",

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 PORTION_BYTES = 1 << 30
-"""Default for the bytes of a model's tensors that are kept in memory at a time."""
+"""Default limit of the bytes of a model's tensors in memory at a time: a laptop has several times as much."""
 
 
 def from_torch(tensor: torch.Tensor) -> Array:
-    """Return the values of a tensor, which may share its memory, as an exported file has them.
+    """Return the values of a tensor in the form of an exported file; the array may share its memory.
 
-    Of a quantized tensor, these are its integers; of a complex tensor its real and imaginary parts,
-    in a last dimension (``torch.view_as_real``), because ONNX Runtime has no complex numbers.
+    For a quantized tensor, these are its integers; for a complex tensor, its real and imaginary
+    parts in a last dimension (``torch.view_as_real``), because ONNX Runtime has no complex numbers.
 
     Examples:
         >>> import torch
@@ -48,26 +48,26 @@ def from_torch(tensor: torch.Tensor) -> Array:
 
 
 def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
-    """Return an ``OrtValue``, which shares the memory of a contiguous array; a type is for those that numpy lacks.
+    """Return an ``OrtValue`` that shares the memory of a contiguous array.
 
     Only the returned object keeps this memory alive: a copy of the value in C++, as in a binding of
-    inputs or in an ``AdapterFormat``, does not. For strings see
-    `htp_export.runtime.sessions.to_value`.
+    inputs or in an ``AdapterFormat``, does not. ``onnx_type`` is required for types that numpy does
+    not have. For strings see `htp_export.runtime.sessions.to_value`.
     """
     import onnxruntime
 
     array = np.asarray(array, order="C")
     if array.dtype.isbuiltin == 1:
         return onnxruntime.OrtValue.ortvalue_from_numpy(array)
-    kind = onnx_type or ir.DataType.from_numpy(array.dtype)
-    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, int(kind))
+    element_type = onnx_type or ir.DataType.from_numpy(array.dtype)
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, int(element_type))
 
 
 def from_ort(value: Any) -> Array:
     """Copy the values of an ``OrtValue`` that is a tensor in main memory.
 
-    ``OrtValue.numpy()`` returns a view of memory that the value may not own: the memory of an array
-    that was given to ONNX Runtime, or of an adapter file that it has open.
+    ``OrtValue.numpy()`` returns a view of memory that the value may not own: the memory of an input
+    array, or of an open adapter file.
     """
     name = _NARROW.get(value.data_type())
     if name is None:
@@ -82,23 +82,23 @@ def from_ort(value: Any) -> Array:
 
 
 def arrays_in(values: Mapping[str, Any]) -> dict[str, Array]:
-    """Return each array of the outputs of a model: of a sequence each element, of an empty optional none.
+    """Return the arrays in the outputs of a model: each element of a sequence, and none for an empty optional.
 
     Examples:
         >>> arrays_in({"y": np.float32([1]), "parts": [np.float32([2]), np.float32([3])], "none": None}).keys()
         dict_keys(['y', 'parts[0]', 'parts[1]'])
     """
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     for name, value in values.items():
         if isinstance(value, list):
-            found |= arrays_in({f"{name}[{place}]": each for place, each in enumerate(value)})
+            arrays |= arrays_in({f"{name}[{index}]": item for index, item in enumerate(value)})
         elif value is not None:
-            found[name] = np.asarray(value)
-    return found
+            arrays[name] = np.asarray(value)
+    return arrays
 
 
 def nan_in(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the arrays that hold NaN, as `arrays_in` names them.
+    """Return the names of the arrays that contain NaN, as in `arrays_in`.
 
     Examples:
         >>> nan_in({"x": np.float32([1, np.nan]), "ids": np.int64([1])})
@@ -120,7 +120,7 @@ _NARROW = {
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
-    """An array in a store, in memory or in a file, which is read when the values are used."""
+    """An array in a store, in memory or in a memory-mapped file."""
 
     array: Array
 
@@ -131,19 +131,19 @@ class StoredArray:
 
     @property
     def in_file(self) -> Array:
-        """The values in the form in which a file takes them as an input."""
+        """The values in the form of an input of an exported file."""
         return self.array
 
     def compared_with(self, actual: Array) -> tuple[Array, Array]:
-        """Return the values and those of a file in one form, to be compared."""
+        """Return the values and the result of an exported file in the same form, for a comparison."""
         return self.array, actual
 
 
 class ArrayStore:
-    """A store of arrays: in memory up to some bytes, and beyond that in temporary files."""
+    """A store of arrays: up to ``memory_bytes`` in memory, further ones in temporary files."""
 
     def __init__(self, memory_bytes: int, folder: Path) -> None:
-        self._left, self._folder, self._files = memory_bytes, folder, 0
+        self._free_bytes, self._folder, self._files = memory_bytes, folder, 0
 
     @classmethod
     @contextmanager
@@ -153,14 +153,15 @@ class ArrayStore:
             yield cls(memory_bytes, folder)
 
     def keep(self, array: Array) -> StoredArray:
-        """Copy an array into the store. Text stays in memory: its array holds references to Python objects."""
-        if array.nbytes <= self._left or not array.nbytes or array.dtype.hasobject:
-            self._left -= array.nbytes
+        """Copy an array into the store; strings always stay in memory, because they are Python objects."""
+        if array.nbytes <= self._free_bytes or not array.nbytes or array.dtype.hasobject:
+            self._free_bytes -= array.nbytes
             return StoredArray(array.copy())
         self._files += 1
         path = self._folder / f"{self._files}.bin"
         with path.open("wb") as stream:
-            np.ascontiguousarray(array).view(np.uint8).tofile(
-                stream
-            ) if array.ndim else stream.write(array.tobytes())
+            if array.ndim:
+                np.ascontiguousarray(array).view(np.uint8).tofile(stream)
+            else:
+                stream.write(array.tobytes())
         return StoredArray(np.memmap(path, dtype=array.dtype, mode="r", shape=array.shape))

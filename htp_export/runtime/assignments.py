@@ -1,4 +1,4 @@
-"""Which execution provider has which node of a model, as ONNX Runtime says it."""
+"""The execution provider that ONNX Runtime assigns to each node of a model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _COPIES = frozenset(("MemcpyFromHost", "MemcpyToHost"))
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where the nodes of a model run; ``assigned`` are they as ONNX Runtime lists them.
+    """The assignment of the nodes of a model to execution providers; ``assigned`` is ONNX Runtime's list.
 
-    ``graph`` was divided among the providers: after the optimisations that suit all of them, and
-    before those of each; it has no values of weights. ``provider_of`` has its nodes, in subgraphs
-    too, of which the provider is known. ``copied`` names the tensors that ONNX Runtime copies
-    between memories; None if it does not say.
+    ``graph`` is the graph that is partitioned among the providers: after the optimisations for all
+    providers, and before those of each; it has no values of weights. ``provider_of`` maps its
+    nodes, including those of subgraphs, to their providers, if these are known. ``copied`` are the
+    names of the tensors that are copied between memories; None if they are unknown.
     """
 
     providers: tuple[str, ...]
@@ -47,85 +47,83 @@ def assign(
     folder: Path,
     entries: Mapping[str, str] | None = None,
 ) -> Assignment:
-    """Let ONNX Runtime load a model, whose nodes have names of their own, and return what it gave to each provider.
+    """Load a model with ONNX Runtime, and return the assignment of its nodes, whose names must be unique.
 
-    ONNX Runtime writes into ``folder``; ``entries`` are further configuration entries. An
-    InputError if this ONNX Runtime does not say which provider has a node.
+    ONNX Runtime writes files into ``folder``; ``entries`` are further configuration entries. An
+    InputError if this version of ONNX Runtime does not report the assignment.
     """
     changes = OptionChanges(entries={**RECORDED, **(entries or {})})
     session, final = session_and_graph(model, settings, folder, changes)
     assigned = session.assignments()
     graph = _divided_graph(model, settings, folder, changes)
     _remove_copies(graph)
-    return Assignment(
-        session.providers,
-        tuple(assigned),
-        graph,
-        _matched(assigned, graph),
-        None if final is None else frozenset(_remove_copies(final)),
-    )
+    provider_of = _matched(assigned, graph)
+    copied = None if final is None else frozenset(_remove_copies(final))
+    return Assignment(session.providers, tuple(assigned), graph, provider_of, copied)
 
 
 def _divided_graph(
     model: RunnableModel, settings: SessionSettings, folder: Path, changes: OptionChanges
 ) -> ir.Model:
-    """The graph that ONNX Runtime divides: that of a session without the optimisations after it.
+    """Return the graph that ONNX Runtime partitions: that of a session without the later optimisations.
 
-    A provider that compiles its nodes lets ONNX Runtime write no graph. What comes before does not
-    depend on it.
+    ONNX Runtime cannot write the graph if a provider compiles its nodes. The earlier optimisations
+    are independent of the provider: then the graph of a session on the CPU is returned.
     """
     import onnxruntime
 
     levels = onnxruntime.GraphOptimizationLevel
-    wanted = (
-        levels.ORT_ENABLE_ALL
-        if settings.options is None
-        else settings.options.graph_optimization_level
-    )
-    level = min(wanted, levels.ORT_ENABLE_BASIC, key=lambda level: int(level.value))
+    level = levels.ORT_ENABLE_ALL
+    if settings.options is not None:
+        level = settings.options.graph_optimization_level
+    level = min(level, levels.ORT_ENABLE_BASIC, key=lambda level: int(level.value))
     changes = replace(changes, attributes={**changes.attributes, "graph_optimization_level": level})
     _, graph = session_and_graph(model, settings, folder, changes)
     if graph is None:
-        alone = SessionSettings((HOST,), settings.options if settings.providers else None)
-        session, graph = session_and_graph(model, alone, folder, changes)
+        on_cpu = SessionSettings((HOST,), settings.options if settings.providers else None)
+        session, graph = session_and_graph(model, on_cpu, folder, changes)
         if graph is None:
-            raise OnnxRuntimeError(
-                session.model.name, "load", "it cannot write the graph that it runs"
-            )
+            raise OnnxRuntimeError(session.model.name, "load", "it cannot write its graph")
     return graph
 
 
 def _remove_copies(model: ir.Model) -> set[str]:
-    """Remove the nodes that copy tensors between memories; returns the names of these tensors."""
+    """Remove the nodes that copy tensors between memories, and return the names of these tensors."""
     names: set[str] = set()
     for node in [node for node in model.graph.all_nodes() if node.op_type in _COPIES]:
         [source], [result] = node.inputs, node.outputs
         if source is None or node.graph is None:
             continue
-        # the other one has a made-up name
-        kept = result.name if node.op_type == "MemcpyToHost" else source.name
-        names.add(kept or "")
+        # ONNX Runtime generated the name of the other value
+        name = result.name if node.op_type == "MemcpyToHost" else source.name
+        names.add(name or "")
         result.replace_all_uses_with(source, replace_graph_outputs=True)
         node.graph.remove(node, safe=True)
-        source.name = kept
+        source.name = name
     return names
 
 
 def _matched(assigned: list[Assigned], model: ir.Model) -> dict[ir.Node, str]:
-    """Node → its provider. Nodes that ONNX Runtime inserts afterwards run where their input is computed."""
-    named: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    """Return node → its provider; a node that was inserted later runs where its first known input is computed."""
+    providers_of_name: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for entry in reversed(assigned):
-        named[entry.name, entry.op_type].append(entry.provider)
+        providers_of_name[entry.name, entry.op_type].append(entry.provider)
     providers: dict[ir.Node, str] = {}
     for node in model.graph.all_nodes():
-        listed = named.get((node.name or "", node.op_type))
-        if listed:
-            providers[node] = listed.pop() if len(listed) > 1 else listed[0]
-            continue
-        makers = (value.producer() for value in node.inputs if value is not None)
-        known = next(
-            (providers[maker] for maker in makers if maker is not None and maker in providers), None
-        )
-        if known is not None and node.op_type != "Constant":
-            providers[node] = known
+        remaining = providers_of_name.get((node.name or "", node.op_type))
+        if remaining:
+            # several nodes may have the same name: they are listed in order
+            providers[node] = remaining.pop() if len(remaining) > 1 else remaining[0]
+        elif node.op_type != "Constant":
+            inherited = _provider_of_inputs(node, providers)
+            if inherited is not None:
+                providers[node] = inherited
     return providers
+
+
+def _provider_of_inputs(node: ir.Node, providers: Mapping[ir.Node, str]) -> str | None:
+    for value in node.inputs:
+        producer = None if value is None else value.producer()
+        if producer is not None and producer in providers:
+            return providers[producer]
+    return None

@@ -1,9 +1,9 @@
-"""The same example inputs for two files of one model, whose inputs have other names, or are not the same."""
+"""The same example inputs for two files of a model with different input names, or different inputs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,44 +15,45 @@ from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, check_elements
 from htp_export.runtime.inputs import Inputs
 
-_SIZES = (2, 5, 3)  # of open dimensions, one after another
+_SIZES = (2, 5, 3)  # of open dimensions, in turn: distinct, so that swapped dimensions are an error
 
 
 def inputs_of_call(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The tensors of a call of a PyTorch model by the names of the inputs of its file: by keyword, otherwise in order.
+    """Return the tensors of a call of a PyTorch model by the input names of its file.
+
+    They are matched by keyword if the names are the same, and in order otherwise.
 
     Raises:
-        InputError: If there are not as many tensors as names.
+        InputError: If the number of tensors differs from the number of names.
     """
     tensors = list(tensors_in((tuple(args), dict(kwargs))))
-    by_keyword = {
-        name: value for name, value in kwargs.items() if any(value is tensor for tensor in tensors)
-    }
+    ids = {id(tensor) for tensor in tensors}
+    by_keyword = {name: value for name, value in kwargs.items() if id(value) in ids}
     if set(names) == set(by_keyword):
         return by_keyword
     if len(names) != len(tensors):
         raise InputError(
-            f"the model has {len(tensors)} tensors as inputs, and its file {len(names)}: {', '.join(names)}"
+            f"the model takes {len(tensors)} tensors, but its file has {len(names)} inputs: {', '.join(names)}"
         )
     return dict(zip(names, tensors, strict=True))
 
 
 def words(name: str) -> frozenset[str]:
-    """The words and numbers in a name, words without the plural."""
+    """Return the words in a name in lower case and without a plural s, and the numbers in it."""
     return frozenset(_split(name))
 
 
 def _split(name: str) -> list[str]:
-    found = re.findall(r"\d+|[A-Za-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", name))
-    return [word.lower().rstrip("s") if not word.isdigit() else word for word in found]
+    parts = re.findall(r"\d+|[A-Za-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", name))
+    return [part if part.isdigit() else part.lower().rstrip("s") for part in parts]
 
 
 def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None]) -> dict[str, str]:
-    """Pair names of two files: equal ones first, then those with the most words in common, then what is left in order.
+    """Pair names of two files: equal names, then names with the most common words, then the rest in order.
 
-    Each name has the rank of its tensor, None if it is unknown.
+    ``ours`` and ``theirs``: name → rank of its tensor, None if it is unknown.
 
     Examples:
         >>> pair_names({"past_key_values.0.key": 4}, {"cache.layers.0.keys": 4, "cache.layers.0.values": 4})
@@ -61,45 +62,61 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
         [('input.1', 'input_ids'), ('mask.3', 'attention_mask')]
     """
     pairs = {name: name for name in ours if name in theirs}
-    likeness = {
-        (mine, other): _likeness(mine, other)
-        for mine in ours
-        for other in theirs
-        if mine not in pairs and other not in pairs
-        if _fit(ours[mine], theirs[other])
-        and (_numbers(mine) == _numbers(other) or not _numbers(other))
-    }
+    scores = _similarities(ours, theirs, pairs)
 
     def is_open(pair: tuple[str, str]) -> bool:
         return pair[0] not in pairs and pair[1] not in pairs.values()
 
-    for (mine, other), likely in sorted(likeness.items(), key=lambda entry: -entry[1]):
-        shared = (
+    for (mine, other), score in sorted(scores.items(), key=lambda entry: -entry[1]):
+        if not score or not is_open((mine, other)):
+            continue
+        # an open pair of one of the two names with the same score: the choice is ambiguous
+        rivals = (
             pair
-            for pair, rival in likeness.items()
-            if rival == likely and (pair[0] == mine) != (pair[1] == other)
+            for pair, rival_score in scores.items()
+            if rival_score == score and (pair[0] == mine) != (pair[1] == other)
         )
-        if likely and is_open((mine, other)) and not any(map(is_open, shared)):
+        if not any(map(is_open, rivals)):
             pairs[mine] = other
-    left, free = [m for m in ours if m not in pairs], [t for t in theirs if t not in pairs.values()]
-    if len(left) == len(free) and all(
-        _fit(ours[m], theirs[t]) for m, t in zip(left, free, strict=True)
+    taken = set(pairs.values())
+    rest = [name for name in ours if name not in pairs]
+    their_rest = [name for name in theirs if name not in taken]
+    if len(rest) == len(their_rest) and all(
+        _same_rank(ours[mine], theirs[other]) for mine, other in zip(rest, their_rest, strict=True)
     ):
-        pairs.update(zip(left, free, strict=True))
+        pairs.update(zip(rest, their_rest, strict=True))
     return pairs
 
 
-def _likeness(name: str, other: str) -> float:
-    """The share of words that two names have in common; the last word counts most: it tells keys from values."""
+def _similarities(
+    ours: Mapping[str, int | None], theirs: Mapping[str, int | None], paired: Container[str]
+) -> dict[tuple[str, str], float]:
+    """Return the similarity of each pair of names that are not paired, and that may be the same input."""
+    scores: dict[tuple[str, str], float] = {}
+    for mine, rank in ours.items():
+        for other, other_rank in theirs.items():
+            if mine in paired or other in paired or not _same_rank(rank, other_rank):
+                continue
+            if _numbers(mine) == _numbers(other) or not _numbers(other):
+                scores[mine, other] = _similarity(mine, other)
+    return scores
+
+
+def _similarity(name: str, other: str) -> float:
+    """Return the share of common words of two names, plus 1 if their last words agree: these tell keys from values."""
     mine, theirs = words(name), words(other)
-    last, others_last = (
-        next((word for word in reversed(_split(each)) if not word.isdigit()), "")
-        for each in (name, other)
-    )
-    return len(mine & theirs) / len(mine | theirs) + (last == others_last)
+    return len(mine & theirs) / len(mine | theirs) + (_last_word(name) == _last_word(other))
 
 
-def _fit(rank: int | None, other: int | None) -> bool:
+def _last_word(name: str) -> str:
+    for word in reversed(_split(name)):
+        if not word.isdigit():
+            return word
+    return ""
+
+
+def _same_rank(rank: int | None, other: int | None) -> bool:
+    """Return whether two ranks may be equal; None is unknown."""
     return rank is None or other is None or rank == other
 
 
@@ -110,7 +127,7 @@ def _numbers(name: str) -> frozenset[str]:
 def feed_original(
     model: ir.Model, given: Mapping[str, Any] | None, seed: int = 0
 ) -> dict[str, Array]:
-    """Inputs of the original model: those that are given, under its names, or random ones."""
+    """Return checked inputs of the original model: ``given``, by its names, or random ones."""
     inputs = Inputs.of(model)
     if given is not None:
         return dict(inputs.feed(given).arrays)
@@ -118,16 +135,18 @@ def feed_original(
 
 
 def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Array]:
-    """The same inputs for the other model; in the rest positions are counted, masks hide nothing, and caches are empty.
+    """Return the same inputs for another file of the model.
+
+    Inputs that the original model does not have are positions from 0, masks of ones, or empty
+    caches.
 
     Raises:
-        InputError: If its inputs cannot be made of these.
+        InputError: If a value of an input is unknown.
     """
     inputs = Inputs.of(model)
-    ranks = {
-        declared.name: None if declared.shape is None else len(declared.shape)
-        for declared in inputs
-    }
+    ranks: dict[str, int | None] = {}
+    for declared in inputs:
+        ranks[declared.name] = None if declared.shape is None else len(declared.shape)
     pairs = pair_names(ranks, {name: array.ndim for name, array in original.items()})
     feed = {}
     for declared in inputs:
@@ -135,18 +154,19 @@ def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Arra
             feed[declared.name] = _in_type(original[pairs[declared.name]], declared)
     shapes = {name: array.shape for name, array in feed.items()}
     sizes = dict(inputs.bind(shapes=shapes).sizes)
-    length = next(
-        (array.shape[1] for array in feed.values() if array.dtype.kind in "iu" and array.ndim == 2),
-        1,
-    )
+    token_ids = (a for a in feed.values() if a.dtype.kind in "iu" and a.ndim == 2)
+    length = next((array.shape[1] for array in token_ids), 1)
     for declared in inputs:
         if declared.name not in feed:
-            feed[declared.name] = _made_up(declared, sizes, length)
+            feed[declared.name] = _default_value(declared, sizes, length)
     return dict(inputs.feed(feed).arrays)
 
 
 def simpler_feeds(model: ir.Model, feed: Mapping[str, Array]) -> Iterator[Mapping[str, Array]]:
-    """The inputs, their first example, and both with an empty cache: some fused operators take no others."""
+    """Iterate over the inputs, their first example, and both with an empty cache.
+
+    Some fused operators do not support the original inputs.
+    """
     for arrays in (feed, _with_empty_cache(model, feed)):
         if arrays:
             yield arrays
@@ -156,61 +176,61 @@ def simpler_feeds(model: ir.Model, feed: Mapping[str, Array]) -> Iterator[Mappin
 
 
 def _with_empty_cache(model: ir.Model, feed: Mapping[str, Array]) -> dict[str, Array]:
-    """The inputs without what is past: a size that only floats have, and that is a part of another input's size."""
+    """Return the inputs without cached tokens; empty for a model without a cache.
+
+    A dimension of cached tokens occurs only in inputs of floats, and is a summand of another
+    dimension: ``past`` in ``past + sequence``.
+    """
     shapes = {declared.name: declared.shape or () for declared in Inputs.of(model)}
-    sums = {
-        str(size): set(str(size).split(" + "))
-        for shape in shapes.values()
-        for size in shape
-        if " + " in str(size)
-    }
-    floats = {
-        size for name, shape in shapes.items() if feed[name].dtype.kind == "f" for size in shape
-    }
-    others = {
-        size for name, shape in shapes.items() if feed[name].dtype.kind != "f" for size in shape
-    }
-    past = {
-        part for parts in sums.values() for part in parts if part in floats and part not in others
-    }
-    if not past:
-        return {}
-    lengths = {
-        str(size): feed[n].shape[k] for n, shape in shapes.items() for k, size in enumerate(shape)
-    }
-    empty = {}
+    summands: dict[str, set[str]] = {}
+    of_floats = set[str]()
+    of_others = set[str]()
+    lengths: dict[str, int] = {}
     for name, shape in shapes.items():
         array = feed[name]
-        for axis, size in enumerate(map(str, shape)):
-            gone = (
-                lengths[size]
-                if size in past
-                else sum(lengths.get(p, 0) for p in sums.get(size, set()) & past)
-            )
-            array = array[(slice(None),) * axis + (slice(gone, None),)] if gone else array
-        empty[name] = array
-    return empty
+        for axis, dim in enumerate(shape):
+            if not isinstance(dim, str):
+                continue
+            lengths[dim] = array.shape[axis]
+            (of_floats if array.dtype.kind == "f" else of_others).add(dim)
+            if " + " in dim:
+                summands[dim] = set(dim.split(" + "))
+    past = set[str]().union(*summands.values()) & (of_floats - of_others)
+    if not past:
+        return {}
+    shortened: dict[str, Array] = {}
+    for name, shape in shapes.items():
+        array = feed[name]
+        for axis, dim in enumerate(map(str, shape)):
+            if dim in past:
+                removed = lengths[dim]
+            else:
+                removed = sum(lengths.get(part, 0) for part in summands.get(dim, set()) & past)
+            if removed:
+                array = array[(slice(None),) * axis + (slice(removed, None),)]
+        shortened[name] = array
+    return shortened
 
 
 def _in_type(array: Array, declared: Input) -> Array:
+    """Convert an array to the precision of an input; between floats and other types, nothing is converted."""
     if declared.type is None:
         return array
-    wanted = declared.type.numpy()
+    dtype = declared.type.numpy()
     same_kind = declared.type.is_floating_point() == (array.dtype.kind == "f")
-    return array.astype(wanted) if array.dtype != wanted and same_kind else array
+    return array.astype(dtype) if array.dtype != dtype and same_kind else array
 
 
-def _made_up(declared: Input, sizes: Mapping[str, int], length: int) -> Array:
-    """An input that the original model does not have."""
+def _default_value(declared: Input, sizes: Mapping[str, int], length: int) -> Array:
+    """Return the value of an input that the original model does not have."""
     if declared.type is None or declared.shape is None:
         raise InputError(
-            f"input {declared.name!r} ({declared}) is none of the original model; give it"
+            f"input {declared.name!r} ({declared}) is not an input of the original model; give its value"
         )
     is_float = declared.type.is_floating_point()
     open_size = 0 if is_float else length
     shape = [
-        size if isinstance(size, int) else sizes.get(str(size), open_size)
-        for size in declared.shape
+        dim if isinstance(dim, int) else sizes.get(str(dim), open_size) for dim in declared.shape
     ]
     check_elements(declared.name, shape)
     if is_float or not shape:

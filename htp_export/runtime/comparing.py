@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-_BLOCK = 1 << 20  # elements that are held in double precision at a time
-# of a tensor: sums that cancel are as far off as the numbers that they were made of
+_BLOCK = 1 << 20  # elements that are converted to double precision at a time: 8 MB
+# the minimum of a tensor's scale: the error of a sum that cancels is that of its terms
 _SMALLEST_SCALE = 0.1
 
 
@@ -36,8 +37,9 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "complex64": Tolerance(1e-4, 1e-4),
     "complex128": Tolerance(1e-9, 1e-8),
 }
-"""Dtype → what may differ where nothing else is asked for. Tensors of other dtypes have to be equal."""
+"""Dtype → default tolerance. Tensors of other dtypes must be equal."""
 
+# bits of the significand
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
 
@@ -46,19 +48,19 @@ class Difference:
     """The difference between a tensor and its expected values.
 
     Attributes:
-        max_abs: The largest difference of two elements; NaN where shapes or dtypes differ, or where
-            one element is NaN and the other is not; infinite where one of them is.
+        max_abs: The largest difference of two elements; NaN if shapes or dtypes differ, or if one
+            element is NaN and the other is not; infinite if one of them is.
         mean_abs: The mean of the differences.
         max_rel: The largest relative difference, over expected elements that are not zero.
         mean_rel: The mean relative difference.
         cosine: Cosine of the angle between the tensors, over elements that are finite in both; NaN
-            where one is zero.
-        problem: What is wrong, for a person; ``""`` where the tensors agree.
-        note: What was done to be able to compare; ``""`` as a rule.
-        excess: The largest difference of two elements in units of what may differ: up to 1, they
+            if one tensor is zero.
+        problem: A description of the difference for users; ``""`` if the tensors agree.
+        note: A conversion before the comparison, for users; usually ``""``.
+        excess: The largest difference of two elements in units of its tolerance: up to 1, they
             agree.
         comparable: Whether the tensors have the same shape, and dtypes that can be compared.
-        nan: Elements that are NaN on both sides; nothing is known of them.
+        nan: The number of elements that are NaN in both tensors, which cannot be compared.
     """
 
     max_abs: float
@@ -89,10 +91,10 @@ def difference(
 ) -> Difference:
     """Compare two arrays, element by element, without broadcasting.
 
-    NaN only agrees with NaN, and an infinity with the same infinity. Floats of different widths are
-    compared in double precision, with the tolerance of the narrowest one, also of those that one of
-    the arrays was computed in, and with a note. Without a tolerance, that of ``TOLERANCES`` for the
-    dtype counts.
+    NaN only agrees with NaN, and an infinity with the same infinity. Floats of different precisions
+    are compared in double precision, with the tolerance of the lowest precision, and with a note.
+    ``computed_in``: further dtypes in which one of the arrays was computed. The default tolerance
+    is that of ``TOLERANCES`` for the dtype.
 
     Examples:
         >>> difference(np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, np.inf])).agrees
@@ -105,21 +107,23 @@ def difference(
     note, dtype = "", str(expected.dtype)
     if dtype in _DIGITS and str(actual.dtype) in _DIGITS:
         dtype = min(dtype, str(actual.dtype), *computed_in, key=_DIGITS.__getitem__)
-        # computed in it, and cast
+        # with equal dtypes, it was computed in another one and cast
         other = dtype if expected.dtype == actual.dtype else str(actual.dtype)
         if other != str(expected.dtype):
             note = f"{other} against {expected.dtype}, with the tolerance of {dtype}"
     elif expected.dtype != actual.dtype:
         return _incomparable(f"dtype {actual.dtype}, not {expected.dtype}")
-    allowed = tolerance or TOLERANCES.get(dtype, Tolerance(0.0, 0.0))
-    if expected.dtype.kind not in "biufcV":  # text: equal or not
+    if expected.dtype.kind not in "biufcV":  # strings
         unequal = int(np.count_nonzero(expected != actual))
+        if not unequal:
+            return _EQUAL
         problem = f"{unequal} of {expected.size} elements differ"
-        return replace(_incomparable(problem), comparable=True) if unequal else _EQUAL
+        return replace(_incomparable(problem), comparable=True)
+    allowed = tolerance or TOLERANCES.get(dtype, Tolerance(0.0, 0.0))
     sums = _Sums(allowed, _scale(expected))
-    expected_flat, found_flat = expected.reshape(-1), actual.reshape(-1)
+    expected_flat, actual_flat = expected.reshape(-1), actual.reshape(-1)
     for start in range(0, expected_flat.size, _BLOCK):
-        sums.add(expected_flat[start : start + _BLOCK], found_flat[start : start + _BLOCK])
+        sums.add(expected_flat[start : start + _BLOCK], actual_flat[start : start + _BLOCK])
     return sums.result(note)
 
 
@@ -135,13 +139,15 @@ def _wide(array: Array) -> Array:
 
 
 def _scale(expected: Array) -> float:
+    """Return the root mean square of the finite elements, but at least `_SMALLEST_SCALE`."""
     total, count, flat = 0.0, 0, expected.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
         block = np.abs(_wide(flat[start : start + _BLOCK]))
         finite = np.isfinite(block)
         if not finite.all():
             block = block[finite]
-        total, count = total + float(np.square(block).sum()), count + block.size
+        total += float(np.square(block).sum())
+        count += block.size
     return max(_SMALLEST_SCALE, (total / count) ** 0.5) if count else 1.0
 
 
@@ -150,8 +156,10 @@ class _Sums:
 
     def __init__(self, tolerance: Tolerance, scale: float) -> None:
         self._tolerance, self._scale = tolerance, scale
+        # numbers of elements: all, NaN on one side only, outside the tolerance, not zero, NaN twice
         self._count = self._strays = self._outside = self._nonzero = self._nan = 0
         self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = self._excess = 0.0
+        # the dot product of the tensors, and their squared lengths
         self._dot = self._one = self._other = 0.0
 
     def add(self, expected: Array, actual: Array) -> None:
@@ -159,28 +167,25 @@ class _Sums:
         finite = np.isfinite(expected_wide) & np.isfinite(actual_wide)
         self._count += expected_wide.size
         if not finite.all():
-            self._add_unusual(expected_wide[~finite], actual_wide[~finite])
-            expected_wide, actual_wide, expected, actual = (
-                expected_wide[finite],
-                actual_wide[finite],
-                expected[finite],
-                actual[finite],
-            )
+            self._add_not_finite(expected_wide[~finite], actual_wide[~finite])
+            expected_wide, actual_wide = expected_wide[finite], actual_wide[finite]
+            expected, actual = expected[finite], actual[finite]
         if not expected_wide.size:
             return
-        apart, size = np.abs(expected_wide - actual_wide), np.abs(expected_wide)
-        # also where double precision holds no more of whole numbers
+        distance, size = np.abs(expected_wide - actual_wide), np.abs(expected_wide)
+        # integers are compared as they are: double precision has only 53 bits
         if self._tolerance == Tolerance(0.0, 0.0):
             self._outside += int(np.count_nonzero(expected != actual))
         else:
             limit = self._tolerance.absolute * self._scale + self._tolerance.relative * size
-            self._outside += int(np.count_nonzero(apart > limit))
-            most = np.divide(apart, limit, out=np.where(apart > 0, np.inf, 0.0), where=limit > 0)
-            self._excess = max(self._excess, float(most.max()))
-        self._max_abs = max(self._max_abs, float(apart.max()))
-        self._sum_abs += float(apart.sum())
+            self._outside += int(np.count_nonzero(distance > limit))
+            without_limit = np.where(distance > 0, np.inf, 0.0)
+            excess = np.divide(distance, limit, out=without_limit, where=limit > 0)
+            self._excess = max(self._excess, float(excess.max()))
+        self._max_abs = max(self._max_abs, float(distance.max()))
+        self._sum_abs += float(distance.sum())
         nonzero = size > 0
-        relative = apart[nonzero] / size[nonzero]
+        relative = distance[nonzero] / size[nonzero]
         self._nonzero += relative.size
         self._max_rel = max(self._max_rel, float(relative.max(initial=0.0)))
         self._sum_rel += float(relative.sum())
@@ -188,7 +193,8 @@ class _Sums:
         self._one += float(np.square(size).sum())
         self._other += float(np.square(np.abs(actual_wide)).sum())
 
-    def _add_unusual(self, expected: Array, actual: Array) -> None:
+    def _add_not_finite(self, expected: Array, actual: Array) -> None:
+        """Add elements that are not finite in at least one array."""
         one_is_nan = np.isnan(expected) != np.isnan(actual)
         unequal = ~one_is_nan & ~np.isnan(expected) & (expected != actual)
         self._strays += int(np.count_nonzero(one_is_nan))
@@ -204,20 +210,26 @@ class _Sums:
             self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = _NAN
         elif self._outside:
             problem = f"{self._outside} of {self._count} elements differ"
-        lengths = (self._one * self._other) ** 0.5
-        cosine = (
-            self._dot / lengths if lengths else (1.0 if not (self._one or self._other) else _NAN)
-        )
+        excess = self._excess
+        # elements that are not finite have no excess of their own
+        if self._strays or (problem and excess <= 1):
+            excess = float("inf")
         return Difference(
             self._max_abs,
             self._sum_abs / max(self._count, 1),
             self._max_rel,
             self._sum_rel / max(self._nonzero, 1),
-            min(1.0, cosine) if cosine == cosine else cosine,
+            self._cosine(),
             problem,
             note,
-            max(self._excess, float("inf"))
-            if self._strays or (problem and self._excess <= 1)
-            else self._excess,
+            excess,
             nan=self._nan,
         )
+
+    def _cosine(self) -> float:
+        lengths = (self._one * self._other) ** 0.5
+        if lengths:
+            cosine = float(self._dot / lengths)
+            return min(1.0, cosine) if not math.isnan(cosine) else cosine
+        both_are_zero = not (self._one or self._other)
+        return 1.0 if both_are_zero else _NAN

@@ -1,4 +1,4 @@
-"""One input of a model as the file declares it, and arrays for it: given ones, checked, or random ones."""
+"""One input of a model as the file declares it, and arrays for it: checked arrays of a user, or random ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from htp_export.runtime.arrays import Array, from_torch
 from htp_export.shapes.operator_kinds import is_standard
 
 _MOST_ELEMENTS = 1 << 30
-"""Elements of an input that is made up: 4 GiB of float32, and more than any video has."""
+"""Elements of a generated input: 4 GiB of float32, which is more than a video has."""
 
 Shape = tuple[int | str | None, ...]
 
@@ -26,10 +26,10 @@ Shape = tuple[int | str | None, ...]
 class Input:
     """An input of a model.
 
-    The type is None if it is unknown, or the input is not a tensor. The shape has for each
-    dimension a size, a name, or None for an open dimension without a name; it is None if the rank
-    is unknown. ``rows`` are those of the smallest table in which it is looked up; None if there is
-    no table.
+    The type is None if it is unknown, or if the input is not a tensor. Each dimension of the shape
+    is a size, a name, or None for an open dimension without a name; the shape is None if the rank
+    is unknown. ``rows`` is the number of rows of the smallest table that the input indexes; None
+    without a table.
     """
 
     name: str
@@ -40,33 +40,27 @@ class Input:
 
     @classmethod
     def of(cls, value: ir.Value) -> Input:
-        """Create one from a value of a graph."""
-        tensor = isinstance(value.type, ir.TensorType)
-        known = tensor and value.dtype != ir.DataType.UNDEFINED
+        """Create an input from a value of a graph."""
+        is_tensor = isinstance(value.type, ir.TensorType)
+        is_known = is_tensor and value.dtype != ir.DataType.UNDEFINED
         shape = None
         if value.shape is not None:
             shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
-        return cls(
-            str(value.name),
-            value.dtype if known else None,
-            shape,
-            tensor,
-            min(_rows(value), default=None),
-        )
+        dtype = value.dtype if is_known else None
+        return cls(str(value.name), dtype, shape, is_tensor, min(_rows(value), default=None))
 
     def __str__(self) -> str:
-        shape = (
-            "any shape"
-            if self.shape is None
-            else f"[{', '.join('?' if d is None else str(d) for d in self.shape)}]"
-        )
-        return f"{self.type.name.lower() if self.type is not None else 'no tensor'} {shape}"
+        dtype = "no tensor" if self.type is None else self.type.name.lower()
+        if self.shape is None:
+            return f"{dtype} any shape"
+        dims = ["?" if dim is None else str(dim) for dim in self.shape]
+        return f"{dtype} [{', '.join(dims)}]"
 
 
 def _rows(value: ir.Value) -> Iterator[int]:
-    """The rows of each table in which a value is looked up."""
-    for node, place in value.uses():
-        table = node.inputs[0] if is_standard(node, "Gather") and place == 1 else None
+    """Iterate over the number of rows of each table that a value indexes."""
+    for node, position in value.uses():
+        table = node.inputs[0] if is_standard(node, "Gather") and position == 1 else None
         if table is not None and table.shape:
             rows = table.shape[node.attributes.get_int("axis", 0)]
             if isinstance(rows, int) and rows > 0:
@@ -74,14 +68,16 @@ def _rows(value: ir.Value) -> Iterator[int]:
 
 
 def is_float(array: Array) -> bool:
-    """Return whether an array has a floating-point type, also one that numpy does not have itself."""
+    """Return whether an array has a floating-point type, including those of ml_dtypes."""
     return str(array.dtype).startswith(("float", "bfloat"))
 
 
 def array_for(wanted: Input, value: Any) -> Array:
-    """Convert a given value to an array for an input; an `InputError` if that is not possible."""
+    """Convert a value of a user to an array for an input; an `InputError` if that is not possible."""
     if wanted.type is None:
-        raise InputError(f"input {wanted.name!r}: is no tensor in the model, which cannot be fed")
+        raise InputError(
+            f"input {wanted.name!r}: is not a tensor in the model, and cannot be given"
+        )
     if hasattr(value, "detach"):  # a torch tensor; torch itself need not be imported for it
         return from_torch(value)
     if wanted.type == ir.DataType.STRING:
@@ -91,57 +87,59 @@ def array_for(wanted: Input, value: Any) -> Array:
     try:
         return np.asarray(value, dtype=wanted.type.numpy())
     except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"input {wanted.name!r}: cannot be made {wanted}: {error}") from error
+        raise InputError(
+            f"input {wanted.name!r}: cannot be converted to {wanted}: {error}"
+        ) from error
 
 
 def _text_for(wanted: Input, array: Array) -> Array:
-    """An array of text as ONNX Runtime returns one, of Python's strings; other arrays as they are."""
+    """Return an array of Python strings, as ONNX Runtime returns them; other arrays are returned unchanged."""
     if array.dtype.kind not in "OUS":
         return array
-    found = np.empty(array.shape, object)
-    for place, each in np.ndenumerate(array):
-        if not isinstance(each, str | bytes):
+    strings = np.empty(array.shape, object)
+    for index, element in np.ndenumerate(array):
+        if not isinstance(element, str | bytes):
             raise InputError(
-                f"input {wanted.name!r}: has an element of type {type(each).__name__}, and takes strings"
+                f"input {wanted.name!r}: has an element of type {type(element).__name__}, but requires strings"
             )
         try:
-            found[place] = str(each, "utf-8") if isinstance(each, bytes) else str(each)
+            text = str(element, "utf-8") if isinstance(element, bytes) else str(element)
         except UnicodeDecodeError as error:
             raise InputError(
-                f"input {wanted.name!r}: has bytes that are no text in UTF-8: {each!r}"
+                f"input {wanted.name!r}: contains bytes that are not UTF-8: {element!r}"
             ) from error
-    return found
+        strings[index] = text
+    return strings
 
 
 def in_precision_of(wanted: Input, array: Array) -> Array:
-    """An array of floats in the precision of an input; other arrays as they are."""
-    kind = wanted.type
-    if (
-        kind is None
-        or not kind.is_floating_point()
-        or not is_float(array)
-        or array.dtype == kind.numpy()
-    ):
+    """Convert an array of floats to the precision of an input; other arrays are returned unchanged."""
+    if wanted.type is None or not wanted.type.is_floating_point() or not is_float(array):
         return array
-    return array.astype(kind.numpy())
+    dtype = wanted.type.numpy()
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def check_array(wanted: Input, array: Array | ArrayHeader) -> None:
-    """Refuse an array, or the header of one, with another type or shape than an input has."""
-    expected = (
-        wanted.type.numpy()
-        if wanted.type is not None and wanted.type != ir.DataType.STRING
-        else None
-    )
-    fits = array.dtype == expected if expected is not None else array.dtype.kind in "OUS"
-    if fits and wanted.shape is not None:
-        fits = len(array.shape) == len(wanted.shape) and all(
-            not isinstance(dim, int) or dim == size
-            for dim, size in zip(wanted.shape, array.shape, strict=True)
-        )
-    if not fits:
+    """Refuse an array, or the header of one, whose type or shape is not that of an input."""
+    if not (_has_type(wanted, array) and _has_shape(wanted, array)):
         actual = f"{_type_name(array)} {list(array.shape)}"
-        raise InputError(f"input {wanted.name!r}: is {actual}, and the model wants {wanted}")
+        raise InputError(f"input {wanted.name!r}: is {actual}, but the model requires {wanted}")
+
+
+def _has_type(wanted: Input, array: Array | ArrayHeader) -> bool:
+    if wanted.type is None or wanted.type == ir.DataType.STRING:
+        return array.dtype.kind in "OUS"
+    return bool(array.dtype == wanted.type.numpy())
+
+
+def _has_shape(wanted: Input, array: Array | ArrayHeader) -> bool:
+    if wanted.shape is None:
+        return True
+    if len(array.shape) != len(wanted.shape):
+        return False
+    dims = zip(wanted.shape, array.shape, strict=True)
+    return all(not isinstance(dim, int) or dim == size for dim, size in dims)
 
 
 def _type_name(array: Array | ArrayHeader) -> str:
@@ -152,34 +150,35 @@ def _type_name(array: Array | ArrayHeader) -> str:
 
 
 def check_elements(name: str, shape: Sequence[int]) -> None:
-    """Refuse the shape of an input for which no array is made (`InputError`): a file may state any."""
+    """Refuse (`InputError`) to generate an array of this shape: the sizes may come from an untrusted file."""
     if len(shape) > MOST_DIMENSIONS:
         raise InputError(
-            f"input {name!r}: has {len(shape)} dimensions, and numpy at most {MOST_DIMENSIONS}"
+            f"input {name!r}: has {len(shape)} dimensions; numpy supports at most {MOST_DIMENSIONS}"
         )
-    # numpy has no other shape of an empty array either
+    # numpy refuses large sizes also if another dimension is 0
     elements = math.prod(max(int(size), 1) for size in shape)
     if elements > _MOST_ELEMENTS or max(shape, default=0) > _MOST_ELEMENTS:
         raise InputError(
-            f"input {name!r}: {list(shape)} are more than {_MOST_ELEMENTS:,} elements, which are not made up; "
-            "give smaller sizes, or data"
+            f"input {name!r}: {list(shape)} has more than {_MOST_ELEMENTS:,} elements, which is too large for "
+            "generated values; give smaller sizes, or data"
         )
 
 
 def random_array(
     wanted: Input, shape: Sequence[int], generator: np.random.Generator, true: float
 ) -> Array:
-    """Create a random array for an input, see `Inputs.random`; an `InputError` if it is not a tensor of numbers."""
-    kind = wanted.type
-    if kind is None or kind == ir.DataType.STRING:
+    """Create a random array for an input, as in `Inputs.random`; an `InputError` if it is not a tensor of numbers."""
+    dtype = wanted.type
+    if dtype is None or dtype == ir.DataType.STRING:
         raise InputError(
-            f"input {wanted.name!r}: no random value can be made of {wanted}; give data"
+            f"input {wanted.name!r}: random values cannot be generated for {wanted}; give data"
         )
     check_elements(wanted.name, shape)
-    if kind == ir.DataType.BOOL:
+    if dtype == ir.DataType.BOOL:
         return np.asarray(generator.random(shape) < true)
-    if kind.is_floating_point():
+    if dtype.is_floating_point():
         if math.prod(shape) == 0:
-            return np.zeros(shape, dtype=kind.numpy())
-        return np.asarray(generator.standard_normal(shape, dtype=np.float32)).astype(kind.numpy())
-    return np.asarray(generator.integers(0, min(2, wanted.rows or 2), shape)).astype(kind.numpy())
+            return np.zeros(shape, dtype=dtype.numpy())
+        return np.asarray(generator.standard_normal(shape, dtype=np.float32)).astype(dtype.numpy())
+    bound = min(2, wanted.rows or 2)  # 0 and 1 are valid indices in most tables
+    return np.asarray(generator.integers(0, bound, shape)).astype(dtype.numpy())

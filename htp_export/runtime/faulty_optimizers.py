@@ -1,6 +1,6 @@
-"""Optimisers of ONNX Runtime that end the process or change results, and the valid models that need to go without them.
+"""Optimisers of ONNX Runtime that crash or change results, and the valid models for which they must be disabled.
 
-Both are in ONNX Runtime 1.31 and 1.32.
+Both faults are in ONNX Runtime 1.31 and 1.32.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ CRASHING = "MatmulTransposeFusion"
 """An optimiser, of the highest level, that can leave a graph on which the next one reads a null pointer."""
 
 INACCURATE = "ReluQuantRewrite"
-"""An optimiser, of the second level, that can remove a Relu which is needed."""
+"""An optimiser, of the second level, that can remove a Relu that is not redundant."""
 
 DISABLED = "optimization.disable_specified_optimizers"
-"""The session configuration entry that names optimisers to leave out, separated by semicolons."""
+"""The session configuration entry with the names of disabled optimisers, separated by semicolons."""
 
 _CLIPPING = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16)
-"""Types of zero points that `INACCURATE` compares with the smallest number of their type."""
+"""Types of zero points that `INACCURATE` compares with the smallest value of their type."""
 
 
 def faulty_optimizers(model: ir.Model) -> list[str]:
-    """The optimisers that ONNX Runtime has to leave out for a model; none for most models."""
-    found = [CRASHING] if can_crash(model) else []
-    return [*found, INACCURATE] if can_lose_relu(model) else found
+    """Return the optimisers that must be disabled for a model; empty for most models."""
+    names: list[str] = []
+    if can_crash(model):
+        names.append(CRASHING)
+    if can_lose_relu(model):
+        names.append(INACCURATE)
+    return names
 
 
 def safe_entries(model: ir.Model) -> dict[str, str]:
-    """The session configuration entries with which ONNX Runtime runs a model; none for most models."""
+    """Return the session configuration entries that disable faulty optimisers; empty for most models."""
     names = faulty_optimizers(model)
     return {DISABLED: ";".join(names)} if names else {}
 
@@ -42,10 +46,10 @@ def can_crash(model: ir.Model) -> bool:
 
     `CRASHING` changes Transpose → Cast → MatMul to Cast → Transpose → MatMul in order to fuse the
     last two. If the other operand of the MatMul has another rank and the Transpose moves the first
-    axis, it then does not fuse, and reports no change: the new nodes stay without operator
-    definitions, which later optimisers read. On the CPU, ONNX Runtime inserts such a Cast itself if
-    the MatMul is in float16. Other optimisers move the nodes next to each other, so it is not asked
-    here whether they are neighbours.
+    axis, it then does not fuse them and reports no change: the new nodes have no operator
+    definitions, which later optimisers need. On the CPU, ONNX Runtime itself inserts such a Cast
+    for a MatMul in float16. Other optimisers can move the nodes next to each other, so they need
+    not be neighbours in the model.
 
     Examples:
         >>> def model(*nodes: ir.Node) -> ir.Model:
@@ -57,18 +61,18 @@ def can_crash(model: ir.Model) -> bool:
         True
     """
     nodes = list(_nodes(model))
-    products = any(node.op_type == "MatMul" for node in nodes)
-    return products and any(_is_at_risk(node) for node in nodes if node.op_type == "Transpose")
+    has_products = any(node.op_type == "MatMul" for node in nodes)
+    return has_products and any(_is_at_risk(node) for node in nodes if node.op_type == "Transpose")
 
 
 def can_lose_relu(model: ir.Model) -> bool:
-    """Return whether ONNX Runtime can remove a Relu whose result is quantized to numbers below zero.
+    """Return whether ONNX Runtime can remove a Relu before a QuantizeLinear that represents negative numbers.
 
-    `INACCURATE` removes a Relu in front of a QuantizeLinear, whose integers cannot stand for
-    numbers below zero if the zero point is the smallest of them. It asks that of integers of 8 and
-    16 bits only, and takes it for granted of floats of 8 bits and of integers of fewer bits. It
-    leaves a QuantizeLinear without a zero point as it is. Other optimisers move the nodes next to
-    each other, so it is not asked here whether they are neighbours.
+    `INACCURATE` removes a Relu before a QuantizeLinear whose zero point is the smallest integer, so
+    that no integer represents a negative number. But it checks this only for zero points of 8 and
+    16 bits, and assumes it for floats of 8 bits and for narrower integers. It does not change a
+    QuantizeLinear without a zero point. Other optimisers can move the nodes next to each other, so
+    they need not be neighbours in the model.
 
     Examples:
         >>> x, scale = ir.Value(name="x"), ir.Value(name="scale")
@@ -79,9 +83,9 @@ def can_lose_relu(model: ir.Model) -> bool:
         True
     """
     nodes = list(_nodes(model))
-    return any(is_standard(node, "Relu") for node in nodes) and any(
-        _has_other_zero_point(node) for node in nodes
-    )
+    if not any(is_standard(node, "Relu") for node in nodes):
+        return False
+    return any(_has_other_zero_point(node) for node in nodes)
 
 
 def _nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -91,25 +95,31 @@ def _nodes(model: ir.Model) -> Iterator[ir.Node]:
 
 
 def _has_other_zero_point(node: ir.Node) -> bool:
-    """Whether a node quantizes with a zero point whose type is not known to be one of `_CLIPPING`."""
-    if not is_standard(node, "QuantizeLinear") or len(node.inputs) < 3 or node.inputs[2] is None:
+    """Return whether a node quantizes with a zero point of a type outside `_CLIPPING`, or of an unknown type."""
+    if not is_standard(node, "QuantizeLinear") or len(node.inputs) < 3:
         return False
-    tensor = stored_tensor(node.inputs[2])
-    return (node.inputs[2].dtype if tensor is None else tensor.dtype) not in _CLIPPING
+    zero_point = node.inputs[2]
+    if zero_point is None:
+        return False
+    tensor = stored_tensor(zero_point)
+    dtype = zero_point.dtype if tensor is None else tensor.dtype
+    return dtype not in _CLIPPING
 
 
 def _is_at_risk(transpose: ir.Node) -> bool:
-    """Whether it moves the second axis to the front, and a Cast to a wider type follows, written or inserted."""
+    """Return whether a Transpose moves the second axis to the front, and a Cast to a wider type may follow."""
     axes = transpose.attributes.get_ints("perm", None)
     if axes is None or len(axes) < 3 or axes[0] != 1:
         return False
-    narrow = ir.DataType.FLOAT16
-    if any(
-        value is not None and value.dtype == narrow
-        for value in (*transpose.inputs, *transpose.outputs)
-    ):
-        return True
-    readers = [use.node for output in transpose.outputs for use in output.uses()]
-    return any(
-        node.op_type == "Cast" and node.attributes["to"].as_int() != narrow for node in readers
-    )
+    for value in (*transpose.inputs, *transpose.outputs):
+        if value is not None and value.dtype == ir.DataType.FLOAT16:
+            return True  # ONNX Runtime inserts a Cast
+    for output in transpose.outputs:
+        for use in output.uses():
+            if use.node.op_type == "Cast" and not _is_cast_to_half(use.node):
+                return True
+    return False
+
+
+def _is_cast_to_half(cast: ir.Node) -> bool:
+    return cast.attributes["to"].as_int() == ir.DataType.FLOAT16

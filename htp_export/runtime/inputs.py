@@ -1,4 +1,4 @@
-"""Inputs of a model: sizes of its open dimensions, and given or random arrays."""
+"""Inputs of a model: sizes of its open dimensions, and arrays of the user or random arrays."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from htp_export.shapes.symbolic import Symbolic
 
 @dataclass(frozen=True)
 class Bound:
-    """The inputs of a model with sizes for its open dimensions, as far as they are given.
+    """The inputs of a model with the known sizes of its open dimensions.
 
     Attributes:
         sizes: Name of an open dimension → size.
-        shapes: Input name → shape, with None for a dimension that stays open; None if the rank is
+        shapes: Input name → shape, with None for a dimension of unknown size; None if the rank is
             unknown.
-        open: The dimensions that stay open: names, ``x: 1`` for one without a name, ``x: all`` for
+        open: The dimensions of unknown size: names, ``x: 1`` for one without a name, ``x: all`` for
             a whole shape.
         conflicts: Contradictions between the sizes, or with the model, a sentence each.
     """
@@ -50,19 +50,16 @@ class Bound:
         if self.conflicts:
             raise InputError(self.conflicts[0])
         if self.open:
-            named = [name for name in self.open if ":" not in name]
-            example = (
-                f"dims ({', '.join(f'{name}=...' for name in named)})"
-                if len(named) == len(self.open)
-                else "shapes"
-            )
+            example = "shapes"
+            if all(":" not in name for name in self.open):
+                example = f"dims ({', '.join(f'{name}=...' for name in self.open)})"
             problem = f"sizes are open: {', '.join(map(repr, self.open))}; give {example} or data"
             raise OpenDimensionError(self.open, problem)
 
 
 @dataclass(frozen=True)
 class Feed:
-    """An array for every input, its ONNX type, as numpy does not have all of them, and a note for each assumed size."""
+    """An array for each input, its ONNX type, which numpy may not have, and a note for each assumed size."""
 
     arrays: Mapping[str, Array]
     types: Mapping[str, ir.DataType]
@@ -70,17 +67,17 @@ class Feed:
 
 
 class Inputs:
-    """The inputs of a model without those that have a default value, in order.
+    """The inputs of a model, in order, except those with default values.
 
     Examples:
         >>> x = ir.val("x", ir.DataType.FLOAT, ["batch", 4])
         >>> inputs = Inputs.of(ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10))
-        >>> [str(each) for each in inputs], inputs.bind(dims={"batch": 2}).shapes
+        >>> [str(declared) for declared in inputs], inputs.bind(dims={"batch": 2}).shapes
         (['float [batch, 4]'], {'x': (2, 4)})
         >>> inputs.feed({"x": np.ones((2, 3), np.float32)})
         Traceback (most recent call last):
         ...
-        htp_export.errors.InputError: input 'x': is float [2, 3], and the model wants float [batch, 4]
+        htp_export.errors.InputError: input 'x': is float [2, 3], but the model requires float [batch, 4]
     """
 
     def __init__(self, inputs: Iterable[Input]) -> None:
@@ -89,12 +86,11 @@ class Inputs:
 
     @classmethod
     def of(cls, model: ir.Model) -> Inputs:
-        """The inputs of a model."""
-        return cls(
-            Input.of(value)
-            for value in model.graph.inputs
-            if value.name not in model.graph.initializers
+        """Return the inputs of a model that have no default value."""
+        required = (
+            value for value in model.graph.inputs if value.name not in model.graph.initializers
         )
+        return cls(map(Input.of, required))
 
     def __iter__(self) -> Iterator[Input]:
         return iter(self._inputs)
@@ -111,67 +107,63 @@ class Inputs:
         dims: Mapping[str, int] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> Bound:
-        """Set the sizes of open dimensions by name, or by shapes, which do so for all inputs."""
-        sizes = dict(dims or {})
-        names = self._open_names
+        """Set the sizes of open dimensions by name, or by shapes of inputs, which also apply to other inputs."""
+        dims = dims or {}
+        sizes = dict(dims)
         for name, size in sizes.items():
-            _check_name("open dimension", name, names)
+            _check_name("open dimension", name, self._open_names)
             if not _is_size(size):
-                raise InputError(f"size {name!r} is a whole number, not {_shown(size)}")
-        given_shapes = {
-            name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()
+                raise InputError(f"size {name!r} must be a whole number, not {_shown(size)}")
+        checked_shapes = {
+            name: self._checked(name, shape) for name, shape in (shapes or {}).items()
         }
-        conflicts = dict.fromkeys(
-            text
-            for later in (self._computed, ())  # first the sizes of which others are computed
-            for name, shape in given_shapes.items()
-            for text in _match(self._by_name[name], shape, sizes, dims or {}, later)
-        )
-        for name in self._computed & sizes.keys():
-            expected = evaluate(
-                name, {other: size for other, size in sizes.items() if other != name}
-            )
-            if expected not in (None, sizes[name]):
-                conflicts[f"size {name!r} is {sizes[name]}, but by the others it is {expected}"] = (
-                    None
-                )
+        conflicts: dict[str, None] = {}
+        # first the sizes from which others are computed, then all
+        for left_out in (self._computed, frozenset[str]()):
+            for name, shape in checked_shapes.items():
+                texts = _match(self._by_name[name], shape, sizes, dims, left_out)
+                conflicts.update(dict.fromkeys(texts))
+        conflicts.update(dict.fromkeys(self._contradictions(sizes)))
         bound: dict[str, tuple[int | None, ...] | None] = {}
-        open_sizes: dict[str, None] = {}
+        open_names: dict[str, None] = {}
         for declared in self:
-            if declared.name in given_shapes:
-                bound[declared.name] = given_shapes[declared.name]
-            elif declared.shape is None:
-                bound[declared.name] = None
-                open_sizes.update({f"{declared.name}: all": None} if declared.tensor else {})
-            else:
-                shape = tuple(
-                    evaluate(dim, sizes) if isinstance(dim, str) else dim for dim in declared.shape
-                )
-                bound[declared.name] = shape
-                stays = (
-                    (k, dim)
-                    for k, dim in enumerate(declared.shape)
-                    if shape[k] is None and dim not in self._computed
-                )
-                open_sizes.update(
-                    {
-                        dim if isinstance(dim, str) else f"{declared.name}: {k}": None
-                        for k, dim in stays
-                    }
-                )
-        return Bound(sizes, bound, tuple(open_sizes), tuple(conflicts))
+            bound[declared.name] = checked_shapes.get(declared.name)
+            if declared.name in checked_shapes:
+                continue
+            if declared.shape is not None:
+                bound[declared.name] = _evaluated(declared.shape, sizes)
+                open_names.update(dict.fromkeys(self._unknown_dims(declared, sizes)))
+            elif declared.tensor:
+                open_names[f"{declared.name}: all"] = None
+        return Bound(sizes, bound, tuple(open_names), tuple(conflicts))
+
+    def _contradictions(self, sizes: Mapping[str, int]) -> Iterator[str]:
+        """Describe each computed size that differs from its value by the other sizes."""
+        for name in self._computed & sizes.keys():
+            others = {other: size for other, size in sizes.items() if other != name}
+            expected = evaluate(name, others)
+            if expected not in (None, sizes[name]):
+                yield f"size {name!r} is {sizes[name]}, but follows from the others as {expected}"
+
+    def _unknown_dims(self, declared: Input, sizes: Mapping[str, int]) -> Iterator[str]:
+        """Iterate over the names of dimensions without a size, except those that are computed of others."""
+        shape = declared.shape or ()
+        for axis, size in enumerate(_evaluated(shape, sizes)):
+            dim = shape[axis]
+            if size is None and dim not in self._computed:
+                yield dim if isinstance(dim, str) else f"{declared.name}: {axis}"
 
     def feed(
         self, arrays_by_name: Mapping[str, Any], dims: Mapping[str, int] | None = None
     ) -> Feed:
-        """Check given inputs (numpy arrays, torch tensors, or nested lists of numbers), and convert them to arrays.
+        """Check inputs of a user (numpy arrays, torch tensors, or nested lists), and convert them to arrays.
 
-        ``dims``: name of an open dimension → the size that the inputs must have there. An
-        InputError has the input and the expected type and shape.
+        ``dims``: name of an open dimension → the required size. An InputError names the input, and
+        the expected type and shape.
         """
         if not isinstance(arrays_by_name, Mapping):
             raise InputError(
-                f"inputs are a dict of name → array, not {type(arrays_by_name).__name__}"
+                f"inputs must be a dict of name → array, not {type(arrays_by_name).__name__}"
             )
         for name in arrays_by_name:
             _check_name("input", name, self._by_name)
@@ -183,7 +175,7 @@ class Inputs:
         if missing:
             raise InputError(f"no value for input {', '.join(missing)}")
         if isinstance(arrays_by_name, NpzArrays):
-            for declared in self:  # before anything is unpacked
+            for declared in self:  # before an array is decompressed, which may be large
                 check_array(declared, arrays_by_name.headers[declared.name])
         arrays = {
             declared.name: array_for(declared, arrays_by_name[declared.name]) for declared in self
@@ -191,28 +183,30 @@ class Inputs:
         for declared in self:
             check_array(declared, arrays[declared.name])
         if dims:
-            self.bind(
-                dims=dims, shapes={name: array.shape for name, array in arrays.items()}
-            ).check()
+            shapes = {name: array.shape for name, array in arrays.items()}
+            self.bind(dims=dims, shapes=shapes).check()
         return Feed(arrays, self._types)
 
     def feed_again(self, arrays_by_name: Mapping[str, Array]) -> Feed:
-        """Check the inputs of one file of a model for another file of it; floats are converted to its precision.
+        """Check the inputs of one file of a model for another file; floats are converted to its precision.
 
-        If there are as many arrays as inputs, they are matched by position where the names differ.
+        If there are as many arrays as inputs, an input without an array of its name gets the one at
+        its position.
 
         Examples:
             >>> x = Input("x_half", ir.DataType.FLOAT16, ("batch", 4))
             >>> Inputs([x]).feed_again({"x": np.ones((2, 4), np.float32)}).arrays["x_half"].dtype
             dtype('float16')
         """
-        places = list(arrays_by_name.values()) if len(arrays_by_name) == len(self) else []
+        in_order = list(arrays_by_name.values())
+        if len(in_order) != len(self):
+            in_order = []
         feed = {}
-        for place, declared in enumerate(self):
-            array = arrays_by_name.get(declared.name, places[place] if places else None)
+        for position, declared in enumerate(self):
+            array = arrays_by_name.get(declared.name, in_order[position] if in_order else None)
             if array is None:
                 raise InputError(
-                    f"takes an input {declared.name!r}, and the other file has none of that name"
+                    f"takes an input {declared.name!r}, but the other file has no input of that name"
                 )
             feed[declared.name] = in_precision_of(declared, array)
         return self.feed(feed)
@@ -226,10 +220,10 @@ class Inputs:
         open_sizes: Sequence[int] = (1,),
         true: float = 1.0,
     ) -> Feed:
-        """Create random inputs: floats are normally distributed, integers are 0 or 1, which most vocabularies have.
+        """Create random inputs: floats are normally distributed, integers are 0 or 1, which are in most vocabularies.
 
-        They are 0 where they are looked up in a table of one row. ``open_sizes`` are for further
-        open dimensions, see `assume`; ``true`` is the probability that a boolean is true.
+        Integers that index a table of one row are 0. ``open_sizes`` are for the remaining open
+        dimensions, as in `assume`; ``true`` is the probability that a boolean is true.
         """
         bound, notes = self.assume(self.bind(dims=dims, shapes=shapes), open_sizes)
         if dims:
@@ -240,21 +234,20 @@ class Inputs:
             shape = bound.shapes[declared.name]
             if shape is None:
                 raise InputError(
-                    f"input {declared.name!r}: no random value can be made of {declared}; give shapes or data"
+                    f"input {declared.name!r}: random values cannot be generated for {declared}; give shapes or data"
                 )
-            arrays[declared.name] = random_array(
-                declared, [size for size in shape if size is not None], generator, true
-            )
+            sizes = [size for size in shape if size is not None]
+            arrays[declared.name] = random_array(declared, sizes, generator, true)
             check_array(declared, arrays[declared.name])
         return Feed(arrays, self._types, notes)
 
     def assume(
         self, bound: Bound, open_sizes: Sequence[int] = (1,)
     ) -> tuple[Bound, tuple[str, ...]]:
-        """Assume sizes for the dimensions that stay open; returns a note for each, too.
+        """Assume sizes for the open dimensions, and return the result with a note for each of them.
 
-        The ``open_sizes`` are taken one after another. Dimensions with the same name have the same
-        size, and so have those without a name. A tensor of unknown rank is an error.
+        The ``open_sizes`` are used in turn. Dimensions with the same name get the same size, and so
+        do all dimensions without a name. A tensor of unknown rank is an error.
 
         Examples:
             >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
@@ -267,39 +260,37 @@ class Inputs:
         notes: dict[str, None] = {}
         for declared in self:
             if bound.shapes[declared.name] is None and declared.tensor:
-                problem = f"input {declared.name!r}: the model does not tell its shape; give shapes or data"
+                problem = f"input {declared.name!r}: the model does not contain its shape; give shapes or data"
                 raise OpenDimensionError([f"{declared.name}: all"], problem)
-            for place, dim in _open(declared, bound):
+            for axis, dim in _open(declared, bound):
                 if dim is None:
                     unnamed = unnamed or [next(numbers)]
-                    notes[f"size {place} of input {declared.name!r} is {unnamed[0]}"] = None
+                    notes[f"size {axis} of input {declared.name!r} is {unnamed[0]}"] = None
                 elif dim not in self._computed:
-                    sizes[dim] = sizes[dim] if dim in sizes else next(numbers)
+                    if dim not in sizes:
+                        sizes[dim] = next(numbers)
                     notes[f"size {dim!r} is {sizes[dim]}"] = None
         shapes = dict(bound.shapes)
         for declared in self:
-            filled = list(bound.shapes[declared.name] or ())
-            for place, dim in _open(declared, bound):
-                filled[place] = unnamed[0] if dim is None else evaluate(dim, sizes)
-                if filled[place] is None:
-                    given = ", ".join(
-                        f"{name}={sizes[name]}" for name in sorted(names_in(str(dim)))
-                    )
-                    raise OpenDimensionError(
-                        [str(dim)], f"{dim!r} is no size if {given}; give other dims"
-                    )
-            shapes[declared.name] = None if bound.shapes[declared.name] is None else tuple(filled)
+            shape = bound.shapes[declared.name]
+            if shape is None:
+                continue
+            filled = list(shape)
+            for axis, dim in _open(declared, bound):
+                filled[axis] = unnamed[0] if dim is None else _computed_size(dim, sizes)
+            shapes[declared.name] = tuple(filled)
         return Bound(sizes, shapes, (), bound.conflicts), tuple(notes)
 
     @cached_property
     def _open_names(self) -> Mapping[str, None]:
-        return dict.fromkeys(
-            dim for declared in self for dim in declared.shape or () if isinstance(dim, str)
-        )
+        names: dict[str, None] = {}
+        for declared in self:
+            names.update(dict.fromkeys(d for d in declared.shape or () if isinstance(d, str)))
+        return names
 
     @cached_property
     def _computed(self) -> frozenset[str]:
-        """The open dimensions that are computed of others, as ``past + sequence``; a name such as ``x-y`` is a name."""
+        """The open dimensions that are expressions of others: ``past + sequence``, but not a name such as ``x-y``."""
         names = {name for name in self._open_names if name.isidentifier()}
         others = self._open_names.keys() - names
         return frozenset(name for name in others if (parts := names_in(name)) and parts <= names)
@@ -308,51 +299,71 @@ class Inputs:
     def _types(self) -> dict[str, ir.DataType]:
         return {declared.name: declared.type for declared in self if declared.type is not None}
 
-    def _given_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    def _checked(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape that a user gave for an input; an InputError if it is invalid."""
         _check_name("input", name, self._by_name)
         if not isinstance(shape, Sequence) or not all(map(_is_size, shape)):
             raise InputError(
-                f"input {name!r}: a shape is a list of whole numbers, not {_shown(shape)}"
+                f"input {name!r}: a shape must be a list of whole numbers, not {_shown(shape)}"
             )
         if len(shape) > MOST_DIMENSIONS:
             raise InputError(
-                f"input {name!r}: a shape of {len(shape)} dimensions; numpy has at most {MOST_DIMENSIONS}"
+                f"input {name!r}: a shape of {len(shape)} dimensions; numpy supports at most {MOST_DIMENSIONS}"
             )
         return tuple(int(size) for size in shape)
 
 
-def _check_name(what: str, name: str, known: Iterable[str]) -> None:
+def _evaluated(
+    shape: Sequence[int | str | None], sizes: Mapping[str, int]
+) -> tuple[int | None, ...]:
+    """Return a shape with the sizes of its dimensions, None for unknown ones."""
+    return tuple(evaluate(dim, sizes) if isinstance(dim, str) else dim for dim in shape)
+
+
+def _computed_size(dim: str, sizes: Mapping[str, int]) -> int:
+    """Return the value of a dimension; an OpenDimensionError if it is negative or not an integer."""
+    size = evaluate(dim, sizes)
+    if size is None:
+        values = ", ".join(f"{name}={sizes[name]}" for name in sorted(names_in(dim)))
+        raise OpenDimensionError(
+            [dim], f"{dim!r} is not a valid size with {values}; give other dims"
+        )
+    return size
+
+
+def _check_name(kind: str, name: str, known: Iterable[str]) -> None:
     names = list(known)
     if name in names:
         return
-    near = nearest_names(str(name), names, count=1, cutoff=0.6)
-    hint = f"; nearest: {near[0]!r}" if near else ""
-    problem = f"no {what} {name!r} in this model, only {', '.join(map(repr, names))}{hint}"
+    nearest = nearest_names(str(name), names, count=1, cutoff=0.6)
+    hint = f"; nearest: {nearest[0]!r}" if nearest else ""
+    problem = f"no {kind} {name!r} in this model, only {', '.join(map(repr, names))}{hint}"
     if not names:
-        problem = f"this model has no {what}s, and so none named {name!r}"
-    raise OpenDimensionError([name], problem) if what == "open dimension" else InputError(problem)
+        problem = f"this model has no {kind}s, and so none named {name!r}"
+    if kind == "open dimension":
+        raise OpenDimensionError([name], problem)
+    raise InputError(problem)
 
 
 def _is_size(size: object) -> bool:
-    return (
-        isinstance(size, int | np.integer)
-        and not isinstance(size, bool)
-        and 0 <= int(size) <= LARGEST
-    )
+    if not isinstance(size, int | np.integer) or isinstance(size, bool):
+        return False
+    return 0 <= int(size) <= LARGEST
 
 
 def _shown(value: object) -> str:
-    """A size or shape that cannot be used; Python prints no integer of more than 4,300 digits."""
+    """Return an invalid size or shape for a message; Python does not print an integer of more than 4,300 digits."""
     numbers = value if isinstance(value, Sequence) else [value]
     too_large = any(isinstance(number, int) and number > LARGEST for number in numbers)
     return "one of more than 64 bits" if too_large else repr(value)
 
 
 def _open(declared: Input, bound: Bound) -> Iterator[tuple[int, str | None]]:
-    for place, size in enumerate(bound.shapes[declared.name] or ()):
+    """Iterate over the open dimensions of an input: axis, and name or None."""
+    for axis, size in enumerate(bound.shapes[declared.name] or ()):
         if size is None:
-            dim = declared.shape[place] if declared.shape is not None else None
-            yield place, dim if isinstance(dim, str) else None
+            dim = declared.shape[axis] if declared.shape is not None else None
+            yield axis, dim if isinstance(dim, str) else None
 
 
 def _match(
@@ -360,11 +371,11 @@ def _match(
     shape: tuple[int, ...],
     sizes: dict[str, int],
     dims: Mapping[str, int],
-    later: Container[str] = (),
+    left_out: Container[str] = (),
 ) -> Iterator[str]:
-    """Iterate over the contradictions of a shape with the model and with known sizes; add sizes that were unknown.
+    """Iterate over the contradictions of a shape with the model and with known sizes; add unknown sizes to ``sizes``.
 
-    Dimensions in ``later`` are left out.
+    Dimensions in ``left_out`` are ignored.
     """
     if wanted.shape is None:
         return
@@ -372,20 +383,27 @@ def _match(
         yield f"input {wanted.name!r} has {len(wanted.shape)} dimensions in the model, not {len(shape)}"
         return
     for dim, size in zip(wanted.shape, shape, strict=True):
-        if dim in later:
+        if dim in left_out:
             continue
-        known = evaluate(dim, sizes) if isinstance(dim, str) else dim
-        expected = sizes.setdefault(dim, size) if known is None and isinstance(dim, str) else known
+        expected = dim
+        if isinstance(dim, str):
+            expected = evaluate(dim, sizes)
+            if expected is None:
+                expected = sizes.setdefault(dim, size)
         if expected is not None and expected != size:
-            named = f"size {dim!r} of it is" if isinstance(dim, str) else "a size of it is"
-            named = f"dims has {dim} =" if dim in dims else named
-            yield f"input {wanted.name!r} is {list(shape)}, but {named} {expected}"
+            if dim in dims:
+                subject = f"dims has {dim} ="
+            elif isinstance(dim, str):
+                subject = f"size {dim!r} of it is"
+            else:
+                subject = "a size of it is"
+            yield f"input {wanted.name!r} is {list(shape)}, but {subject} {expected}"
 
 
 def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symbolic:
-    """Return what is known of the tensors of a model if its inputs have given shapes; no weights are read.
+    """Infer the shapes and types in a model for shapes of its inputs, without reading weights.
 
-    Inputs that have a default and no shape here are left out.
+    Inputs with a default value that are not in ``shapes`` have the shape of this value.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, ["batch", 4])], outputs=[ir.val("y")])
@@ -401,6 +419,6 @@ def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symboli
 
 
 def default_shapes(graph: ir.Graph) -> dict[str, tuple[int, ...]]:
-    """Name → shape of the inputs that a run may leave out, as it then is."""
+    """Return name → shape of the inputs with default values."""
     tensors = ((str(value.name), value.const_value) for value in graph.inputs)
     return {name: tuple(tensor.shape.numpy()) for name, tensor in tensors if tensor is not None}

@@ -1,4 +1,4 @@
-"""Runs of models: any of their tensors, times that can be compared, and the number that a user's metric gives."""
+"""Runs of models: values of any tensor, comparable times, and results of a user's metric."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from htp_export.runtime.sessions import (
     as_written,
 )
 
-# what is smaller stays in the model: shape inference reads it, and sharing saves nothing
+# smaller weights stay in the model: shape inference reads them, and sharing saves no memory
 _SMALL_BYTES = 1024
 _NO_FILE = "weights"
 
 
 class Runner:
-    """Runs a model and returns any of its tensors.
+    """Runs a model without optimisation, and returns the values of any of its tensors.
 
-    ONNX Runtime uses the weights in the user's memory, or maps their files. With ``SessionOptions``
-    of the user, which would keep references to them, weights in memory are copied into the model.
-    Optimisation is off. The model is not changed unless ``use_up``.
+    ONNX Runtime uses the weights in memory without a copy, or maps their files. The user's
+    ``SessionOptions`` would keep references to weights: with them, weights in memory are copied
+    into the model. ``use_up``: the model may be changed.
     """
 
     def __init__(
@@ -69,51 +69,44 @@ class Runner:
     def opened(
         self, names: Sequence[str]
     ) -> Iterator[Callable[[Mapping[str, Array]], dict[str, Array]]]:
-        """Load the model once, for several runs that return the same tensors of the main graph."""
+        """Load the model once for several runs that return the same tensors of the main graph."""
         names = list(dict.fromkeys(names))
         assert isinstance(self._model.source, bytes)
-        source = self._model.source + _more_outputs(
-            name for name in names if name not in self._outputs
-        )
+        added = _more_outputs(name for name in names if name not in self._outputs)
+        source = self._model.source + added
         with _weights_folder(self._model) as folder:
-            session = Session(
-                replace(self._model, source=source, folder=folder), self._settings, as_written()
-            )
+            model = replace(self._model, source=source, folder=folder)
+            session = Session(model, self._settings, as_written())
 
             def run(feed: Mapping[str, Array]) -> dict[str, Array]:
-                results = session.run(
-                    {name: feed[name] for name in session.inputs if name in feed}, names
-                )
-                no_tensor = next(
-                    (name for name, array in results.items() if not isinstance(array, np.ndarray)),
-                    None,
-                )
-                if no_tensor is not None:
-                    raise OnnxRuntimeError(self._model.name, "run", f"{no_tensor!r} is no tensor")
+                inputs = {name: feed[name] for name in session.inputs if name in feed}
+                results = session.run(inputs, names)
+                for name, array in results.items():
+                    if not isinstance(array, np.ndarray):
+                        problem = f"{name!r} is not a tensor"
+                        raise OnnxRuntimeError(self._model.name, "run", problem)
                 return results
 
             yield run
 
 
 def _sharing_weights(model: ir.Model, name: str) -> RunnableModel:
-    """Put the large weights of a model in memory beside it; the model, which is used up, says that they are in a file.
+    """Move the large weights in memory out of a model, which is changed, so that a session shares their memory.
 
-    Nothing is read of that file. Weights in files, ONNX Runtime maps itself.
+    In the model, they become external tensors of a file that is not read. ONNX Runtime itself maps
+    weights in files.
     """
-    tensors = (
-        value.const_value for graph in model.graphs() for value in graph.initializers.values()
-    )
-    files = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
-    check_data(files)
-    folder = os.fspath(files[0].base_dir) if files else ""
-    location = os.fspath(files[0].location) if files else _NO_FILE
+    tensors: list[ir.TensorProtocol | None] = []
+    for graph in model.graphs():
+        tensors += [value.const_value for value in graph.initializers.values()]
+    external = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+    check_data(external)
+    folder = os.fspath(external[0].base_dir) if external else ""
+    location = os.fspath(external[0].location) if external else _NO_FILE
     weights: dict[str, Any] = {}
     for value in model.graph.initializers.values():
         tensor = value.const_value
-        if tensor is None or tensor.nbytes <= _SMALL_BYTES:
-            continue
-        # numpy lays these out in another way
-        if tensor.dtype == ir.DataType.STRING or tensor.dtype.bitwidth < 8:
+        if tensor is None or tensor.nbytes <= _SMALL_BYTES or not _can_share(tensor):
             continue
         if isinstance(tensor, ir.ExternalTensor) and os.fspath(tensor.base_dir) == folder:
             continue
@@ -126,11 +119,16 @@ def _sharing_weights(model: ir.Model, name: str) -> RunnableModel:
     return RunnableModel(source, name, Path(folder) if folder else None, weights, model)
 
 
+def _can_share(tensor: ir.TensorProtocol) -> bool:
+    """Return whether numpy and ONNX Runtime have the same memory layout for a tensor."""
+    return tensor.dtype != ir.DataType.STRING and tensor.dtype.bitwidth >= 8
+
+
 @contextlib.contextmanager
 def _weights_folder(model: RunnableModel) -> Iterator[Path]:
-    """The folder of the weights in files; without any, one with the file that those in memory are said to be in.
+    """Provide the folder of the weights in files; without such files, a folder with the file of `_sharing_weights`.
 
-    ONNX Runtime looks whether it is there.
+    ONNX Runtime checks that this file exists.
     """
     if model.folder is not None:
         yield model.folder
@@ -141,9 +139,12 @@ def _weights_folder(model: RunnableModel) -> Iterator[Path]:
 
 
 def _more_outputs(names: Iterable[str]) -> bytes:
-    """A model that has nothing but outputs: protobuf merges messages whose bytes follow each other."""
-    graph = onnx.GraphProto(output=[onnx.ValueInfoProto(name=name) for name in names])
-    return onnx.ModelProto(graph=graph).SerializeToString() if graph.output else b""
+    """Return bytes that add outputs to a serialized model: protobuf merges concatenated messages."""
+    outputs = [onnx.ValueInfoProto(name=name) for name in names]
+    if not outputs:
+        return b""
+    model = onnx.ModelProto(graph=onnx.GraphProto(output=outputs))
+    return bytes(model.SerializeToString())
 
 
 def portions(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
@@ -173,10 +174,10 @@ Metric: TypeAlias = Callable[[Outputs], float]
 def outputs_of(
     runnable: RunnableModel, feeds: Iterable[Mapping[str, Array]], settings: SessionSettings
 ) -> list[dict[str, Array]]:
-    """The outputs of a model for each of the inputs, as an application that runs the file gets them.
+    """Return the outputs of a model for each of the inputs, as in an application.
 
-    All optimisations are on but those of layouts: many models run, and a crash of one would end
-    all.
+    All optimisations are enabled except those of layouts: many models run in this process, which a
+    crash of one of them would end.
     """
     import onnxruntime
 
@@ -186,51 +187,50 @@ def outputs_of(
 
 
 def metric_value(metric: Metric, outputs: Outputs) -> float:
-    """Return the number that a metric gives to outputs; an InputError says which output has NaN."""
+    """Return the result of a metric on outputs; an InputError for NaN, with the first output that contains NaN."""
     with user_code("the metric"):
-        found = metric(outputs)
+        result = metric(outputs)
     try:
-        number = float(found)
+        number = float(result)
     except (TypeError, ValueError) as error:
-        raise InputError(f"the metric returned {found!r}, which is no number") from error
+        raise InputError(f"the metric returned {result!r}, which is not a number") from error
     if math.isnan(number):
-        listed = (
-            f"output {name!r} of run {k} has NaN"
-            for k, run in enumerate(outputs)
-            for name in nan_in(run)
-        )
-        raise InputError(
-            f"the metric returned {number}: {next(listed, 'the outputs that it was given have none')}"
-        )
+        raise InputError(f"the metric returned {number}: {_first_nan(outputs)}")
     return number
+
+
+def _first_nan(outputs: Outputs) -> str:
+    for index, run in enumerate(outputs):
+        for name in nan_in(run):
+            return f"output {name!r} of run {index} has NaN"
+    return "the outputs contain no NaN"
 
 
 def measured_metric(
     metric: Metric, model: ir.Model, name: str, feeds: Iterable[Mapping[str, Array]]
 ) -> float:
-    """Return the number that a metric gives to a model, which runs on the CPU; ``name`` is its name in errors."""
+    """Return the result of a metric for a model, which runs on the CPU; ``name`` is its name in errors."""
     with temporary_folder() as folder:
-        return metric_value(
-            metric, outputs_of(RunnableModel.of(model, name, folder), feeds, SessionSettings())
-        )
+        runnable = RunnableModel.of(model, name, folder)
+        return metric_value(metric, outputs_of(runnable, feeds, SessionSettings()))
 
 
-TIMED_RUNS = 20  # a median that single slow ones do not move
-_WARMUP = 2  # runs: the first allocates memory, the second fills caches
+TIMED_RUNS = 20  # single slow runs do not move their median
+_WARMUP = 2  # runs: the first one allocates memory, the second one fills caches
 
 
 def median_times(
     sessions: Sequence[Session], feeds: Sequence[Mapping[str, Array]], runs: int
 ) -> list[float]:
-    """The median time of a run of each session in ms, after some to warm up.
+    """Return the median time in ms of a run of each session, after warm-up runs.
 
-    The sessions run in turn, so that what else the machine does slows down all of them.
+    The sessions run in turn, so that other load of the machine slows down all of them.
     """
     values = [session.values(feed) for session, feed in zip(sessions, feeds, strict=True)]
     times: list[list[float]] = [[] for _ in sessions]
     for _ in range(_WARMUP + runs):
-        for session, given, taken in zip(sessions, values, times, strict=True):
-            begun = time.perf_counter()
-            session.run_values(given)
-            taken.append((time.perf_counter() - begun) * 1000)
-    return [statistics.median(taken[_WARMUP:]) for taken in times]
+        for session, inputs, session_times in zip(sessions, values, times, strict=True):
+            start = time.perf_counter()
+            session.run_values(inputs)
+            session_times.append((time.perf_counter() - start) * 1000)
+    return [statistics.median(session_times[_WARMUP:]) for session_times in times]

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime. Only this module creates them; its errors name the node and the modules at fault."""
+"""Sessions of ONNX Runtime, which only this module creates; errors name the node and the modules at fault."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from htp_export.runtime.faulty_optimizers import DISABLED, faulty_optimizers
 from htp_export.runtime.inputs import Inputs
 
 LARGE_BYTES = 256 << 20
-"""A model with more bytes of weights in memory is written to a file before ONNX Runtime loads it."""
+"""A model with more bytes of weights in memory is written to a file first: ONNX Runtime would copy them."""
 
-_FATAL = 4  # of ONNX Runtime's levels of logging; what is less is raised
+_FATAL = 4  # the severity of ONNX Runtime's log; errors of lower severity are raised, too
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _DEFAULTS = {
     "session.intra_op.allow_spinning": "1",
     "session.optimized_model_external_initializers_min_size_in_bytes": "0",
     "session.record_ep_graph_assignment_info": "0",
 }
-"""Configuration entries whose default is not the empty text; an entry cannot be removed, only set to its default."""
+"""Configuration entries with a default that is not empty: an entry cannot be removed, only set to its default."""
 
 _NODE_AT_FAULT = re.compile(
     r"""Name:'([^']*)'|Node \(([^)]*)\) Op|In Node, \("([^"]*)"|in node \(([^)]*)\)"""
@@ -44,8 +44,8 @@ _NODE_AT_FAULT = re.compile(
 class SessionSettings:
     """Execution providers in order of preference, as for ``onnxruntime.InferenceSession``, and options.
 
-    Providers are empty for those that ``options`` has, as those of plugins. ``options`` are an
-    ``onnxruntime.SessionOptions`` of the user, restored afterwards.
+    ``options`` is an ``onnxruntime.SessionOptions`` of the user, which is restored afterwards.
+    Without providers, those of ``options`` are used, such as plugins.
     """
 
     providers: Sequence[Any] = ("CPUExecutionProvider",)
@@ -53,18 +53,16 @@ class SessionSettings:
 
     @property
     def at_once(self) -> int:
-        """How many kernels may run at the same time: one, unless the options say otherwise."""
+        """The number of kernels that may run at the same time: one, except in the parallel execution mode."""
         import onnxruntime
 
-        if (
-            self.options is None
-            or self.options.execution_mode != onnxruntime.ExecutionMode.ORT_PARALLEL
-        ):
+        options = self.options
+        if options is None or options.execution_mode != onnxruntime.ExecutionMode.ORT_PARALLEL:
             return 1
-        return int(self.options.inter_op_num_threads) or os.cpu_count() or 1
+        return int(options.inter_op_num_threads) or os.cpu_count() or 1
 
     def check(self) -> None:
-        """Refuse execution providers that are not available, see `check_providers`."""
+        """Refuse execution providers that are not available, as in `check_providers`."""
         check_providers(self.providers)
 
 
@@ -81,7 +79,7 @@ def check_providers(providers: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class OptionChanges:
-    """Changes of the user's options that one session needs: attributes, and session configuration entries."""
+    """Changes of session options that one session needs: attributes, and session configuration entries."""
 
     attributes: Mapping[str, Any] = field(default_factory=dict)
     entries: Mapping[str, str] = field(default_factory=dict)
@@ -99,8 +97,8 @@ def as_written(*, threads: int | None = None) -> OptionChanges:
     }
     if threads is not None:
         attributes["intra_op_num_threads"] = threads
-    # Prepacking copies weights, which does not pay for one run, and sums those that are constants
-    # in another order. Spinning threads of many sessions slow down each other, and those of torch.
+    # Prepacking copies weights, which is slower for one run, and sums constants in another order.
+    # Spinning threads of many sessions slow down each other, and the threads of torch.
     return OptionChanges(
         attributes, {"session.disable_prepacking": "1", "session.intra_op.allow_spinning": "0"}
     )
@@ -108,11 +106,11 @@ def as_written(*, threads: int | None = None) -> OptionChanges:
 
 @dataclass(frozen=True)
 class RunnableModel:
-    """A model in a form that ONNX Runtime loads: a file, or the bytes of one with the folder of external weights.
+    """A model in a form that ONNX Runtime loads: a file, or a serialized model and the folder of its external weights.
 
-    ``weights``: name → ``OrtValue`` of initializers of which the source only has types and shapes.
-    They share memory. A user's ``SessionOptions`` would keep references to them: they are for
-    sessions without one. ``model`` is the same one; errors name modules by the tags of its nodes.
+    ``weights``: name → ``OrtValue``, which shares memory, of initializers for which the source has
+    only types and shapes. A user's ``SessionOptions`` would keep references to these values: they
+    are for sessions without them. ``model`` is the same model, whose tags name modules in errors.
     """
 
     source: Path | bytes
@@ -123,10 +121,10 @@ class RunnableModel:
 
     @classmethod
     def of(cls, model: ir.Model, name: str, temporary: Path) -> RunnableModel:
-        """Create one from a model in memory, which is not changed. External weights are read from their files.
+        """Create one from a model in memory, which is not changed; external weights are read from their files.
 
-        The model is written to the ``temporary`` folder if it has more weights in memory than a
-        protobuf message may have, or external weights in several folders.
+        The model is written to the ``temporary`` folder if it has many weights in memory, or
+        external weights in several folders.
         """
         tensors = [slot.tensor for slot in slots(model)]
         check_data(tensors)
@@ -144,10 +142,9 @@ class RunnableModel:
 
     @classmethod
     def of_file(cls, file: Path, model: ir.Model, temporary: Path) -> RunnableModel:
-        """Create one from a file and what was read from it; ONNX Runtime reads the file if its weights lie there."""
-        external = [
-            slot.tensor for slot in slots(model) if isinstance(slot.tensor, ir.ExternalTensor)
-        ]
+        """Create one from a file and its model; ONNX Runtime reads the file if its weights are in the same folder."""
+        tensors = [slot.tensor for slot in slots(model)]
+        external = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
         check_data(external)
         if all(Path(tensor.base_dir) == file.parent.absolute() for tensor in external):
             return cls(file, os.fspath(file), model=model)
@@ -155,55 +152,61 @@ class RunnableModel:
 
     @property
     def size(self) -> int:
-        """Bytes of the model without external weights."""
+        """Size of the model in bytes, without external weights."""
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
 
     @contextlib.contextmanager
     def failing_to(self, action: str, values: Mapping[str, Any] | None = None) -> Iterator[None]:
         """Turn errors of ONNX Runtime into an `OnnxRuntimeError` with the node at fault and its modules.
 
-        ``values``: input name → the ``OrtValue`` that it is run on.
+        ``values``: input name → its ``OrtValue`` in the run.
         """
         try:
             yield
-        except Exception as error:  # ONNX Runtime's errors share no base but this
+        except Exception as error:  # ONNX Runtime's errors have no other common base class
             raise self._failure(action, error, self._open_sizes(values or {})) from error
 
     def _open_sizes(self, values: Mapping[str, Any]) -> str:
+        """Return the end of a message with the sizes of open dimensions in a failed run."""
         if self.model is None:
             return ""
         inputs = Inputs.of(self.model)
-        tensors = {
-            name: value for name, value in values.items() if name in inputs and value.is_tensor()
-        }
-        sizes = inputs.bind(shapes={name: value.shape() for name, value in tensors.items()}).sizes
+        shapes: dict[str, Sequence[int]] = {}
+        for name, value in values.items():
+            if name in inputs and value.is_tensor():
+                shapes[name] = value.shape()
+        sizes = inputs.bind(shapes=shapes).sizes
         names = [name for name in sizes if name.isidentifier()]
         if not names:
             return ""
         run = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-        return f"; it ran with {run}; for other sizes, give dims ({', '.join(f'{name}=...' for name in names)}) or data"
+        example = ", ".join(f"{name}=..." for name in names)
+        return f"; it ran with {run}; for other sizes, give dims ({example}) or data"
 
     def _failure(self, action: str, error: Exception, hint: str) -> OnnxRuntimeError:
         text = f"{in_one_line(error)}{hint}"
         if isinstance(self.source, Path):
             text = text.replace(os.fspath(self.source), self.name)
         match = _NODE_AT_FAULT.search(text)
-        node = next((name for name in match.groups() if name), "") if match else ""
+        node = next(filter(None, match.groups()), "") if match else ""
         return OnnxRuntimeError(self.name, action, text, node, self._owners(node) if node else ())
 
     def _owners(self, name: str) -> tuple[str, ...]:
-        nodes = self.model.graph.all_nodes() if self.model is not None else ()
-        return next(
-            (tuple(tags.owners_of(node.metadata_props)) for node in nodes if node.name == name), ()
-        )
+        """Return the modules that own the node with a name."""
+        if self.model is None:
+            return ()
+        for node in self.model.graph.all_nodes():
+            if node.name == name:
+                return tuple(tags.owners_of(node.metadata_props))
+        return ()
 
 
 RECORDED = {"session.record_ep_graph_assignment_info": "1"}
-"""Configuration entries of a session that says which execution provider has which node."""
+"""Configuration entries of a session that records the assignment of nodes to execution providers."""
 
 
 class Assigned(NamedTuple):
-    """A node as ONNX Runtime gave it to an execution provider, before that fused it with others."""
+    """A node that ONNX Runtime assigned to an execution provider, before the provider fused it with others."""
 
     provider: str
     name: str
@@ -235,23 +238,23 @@ class Session:
         *,
         longest: float | None = None,
     ) -> dict[str, Any]:
-        """Run the model once: output name → array; a list of arrays for a sequence, None for an optional without value.
+        """Run the model once: output name → array; a list of arrays for a sequence, None for an empty optional.
 
         ``types``: input name → ONNX element type, for types that numpy does not have. After
-        ``longest`` seconds the run ends in an error.
+        ``longest`` seconds, the run ends with an error.
         """
         names = list(dict.fromkeys(self.outputs if outputs is None else outputs))
-        found = {}
+        results = {}
         values = self.run_values(self.values(arrays, types), names, longest=longest)
-        for place, name in enumerate(names):
-            found[name] = from_value(values[place])
-            values[place] = None  # its memory is released before the next one is copied
-        return found
+        for index, name in enumerate(names):
+            results[name] = from_value(values[index])
+            values[index] = None  # release its memory before the next output is copied
+        return results
 
     def values(
         self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None
     ) -> dict[str, Any]:
-        """Convert arrays to ``OrtValue``s; ``types`` as for `run`."""
+        """Convert arrays to ``OrtValue``s; ``types`` as in `run`."""
         with self.model.failing_to("run"):
             return {
                 name: to_value(array, (types or {}).get(name)) for name, array in arrays.items()
@@ -264,10 +267,10 @@ class Session:
         *,
         longest: float | None = None,
     ) -> list[Any]:
-        """Run the model once on ``OrtValue``s, and return one for each output; arguments as for `run`.
+        """Run the model once on ``OrtValue``s, and return one for each output; arguments as in `run`.
 
-        An output that is an input, which has its name, is the given value: another one would not
-        keep its memory alive.
+        For an output that is also an input, the value of the input is returned: another value would
+        not keep its memory alive.
         """
         names = list(self.outputs if outputs is None else outputs)
         with self.model.failing_to("run", values), _stopped_after(longest) as options:
@@ -280,10 +283,11 @@ class Session:
         types: Mapping[str, ir.DataType] | None = None,
         device: str = "cpu",
     ) -> Callable[[], None]:
-        """Return what runs the model once with inputs and outputs in the memory of a device, and waits for its end.
+        """Return a function that runs the model once with inputs and outputs in the memory of a device.
 
-        Arrays are copied to the device now, except for types that numpy does not have, as for
-        `run`. The device has ONNX Runtime's name: ``cpu``, ``cuda``, ``dml``.
+        It returns when the run has ended. Arrays are copied to the device now, except for types
+        that numpy does not have, as in `run`. The device has ONNX Runtime's name: ``cpu``,
+        ``cuda``, ``dml``.
         """
         import onnxruntime
 
@@ -298,7 +302,7 @@ class Session:
                 binding.bind_output(name, device)
 
         def run() -> None:
-            # this also keeps the memory of the bound values alive
+            # the reference to `values` also keeps the memory of the bound values alive
             with self.model.failing_to("run", values):
                 self._session.run_with_iobinding(binding)
                 binding.synchronize_outputs()
@@ -306,19 +310,22 @@ class Session:
         return run
 
     def assignments(self) -> list[Assigned]:
-        """The nodes that ONNX Runtime gave to each execution provider; the session needs the entry `RECORDED`."""
+        """Return the assignment of nodes to execution providers; requires a session with the entry `RECORDED`."""
         import onnxruntime
 
         if not hasattr(self._session, "get_provider_graph_assignment_info"):
             raise InputError(
-                f"ONNX Runtime {onnxruntime.__version__} does not say which execution provider has a node; it needs "
-                "1.24 or later"
+                f"ONNX Runtime {onnxruntime.__version__} does not report the execution provider of a node; "
+                "1.24 or later is required"
             )
-        return [
-            Assigned(str(part.ep_name), str(node.name), str(node.domain), str(node.op_type))
-            for part in self._session.get_provider_graph_assignment_info()
-            for node in part.get_nodes()
-        ]
+        assigned: list[Assigned] = []
+        for part in self._session.get_provider_graph_assignment_info():
+            provider = str(part.ep_name)
+            assigned += [
+                Assigned(provider, str(node.name), str(node.domain), str(node.op_type))
+                for node in part.get_nodes()
+            ]
+        return assigned
 
     def end_profiling(self) -> Path:
         """Stop the profiler, and return its file."""
@@ -327,6 +334,7 @@ class Session:
 
 @contextlib.contextmanager
 def _stopped_after(seconds: float | None) -> Iterator[Any]:
+    """Provide options for a run that end it after some seconds; None without a limit."""
     if seconds is None:
         yield None
         return
@@ -354,10 +362,11 @@ def _load(model: RunnableModel, settings: SessionSettings, changes: OptionChange
     quiet = {"log_severity_level": max(_FATAL, options.log_severity_level)}
     entries = {_WEIGHTS_FOLDER: os.fspath(model.folder)} if model.folder is not None else {}
     level = changes.attributes.get("graph_optimization_level", options.graph_optimization_level)
-    if level != onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL and (
-        faulty := faulty_optimizers(_graph_of(model))
-    ):
-        entries[DISABLED] = ";".join(filter(None, [entry_of(options, DISABLED), *faulty]))
+    if level != onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL:
+        faulty = faulty_optimizers(_graph_of(model))
+        if faulty:
+            disabled = [entry_of(options, DISABLED), *faulty]
+            entries[DISABLED] = ";".join(filter(None, disabled))
     changes = OptionChanges({**quiet, **changes.attributes}, {**entries, **changes.entries})
     source = model.source if isinstance(model.source, bytes) else os.fspath(model.source)
     with _restored(options, changes) if settings.options is not None else contextlib.nullcontext():
@@ -375,7 +384,7 @@ def _graph_of(model: RunnableModel) -> ir.Model:
 
 @contextlib.contextmanager
 def _restored(options: Any, changes: OptionChanges) -> Iterator[None]:
-    """Restore session options after the block. ONNX Runtime logs a warning for each entry that is set again."""
+    """Restore session options after a ``with`` block; ONNX Runtime logs a warning for each entry that is set again."""
     before = {name: getattr(options, name) for name in changes.attributes}
     entries = {name: entry_of(options, name) for name in changes.entries}
     try:
@@ -385,7 +394,7 @@ def _restored(options: Any, changes: OptionChanges) -> Iterator[None]:
 
 
 def entry_of(options: Any, name: str) -> str:
-    """Return a configuration entry, or its default if it was not set."""
+    """Return the value of a configuration entry, or its default if it is not set."""
     try:
         return str(options.get_session_config_entry(name))
     except RuntimeError:
@@ -405,25 +414,26 @@ _HELPER = '<ir_version: 10, opset_import: ["": 18]> helper'
 
 
 def to_value(array: Array, onnx_type: ir.DataType | None = None) -> Any:
-    """Return an ``OrtValue``: of numbers as `to_ort` does, of text as the result of a model that has it stored."""
+    """Return an ``OrtValue`` of an array: as `to_ort`, but strings are the output of a model that contains them."""
     if array.dtype.kind not in "OUS":
         return to_ort(array, onnx_type)
     model = onnx.parser.parse_model(f"{_HELPER} () => (string[] y) {{}}")
-    text: Any = [str(each) for each in array.flat]
-    model.graph.initializer.append(
-        onnx.helper.make_tensor("y", onnx.TensorProto.STRING, array.shape, text)
-    )
+    strings: Any = [str(element) for element in array.flat]
+    tensor = onnx.helper.make_tensor("y", onnx.TensorProto.STRING, array.shape, strings)
+    model.graph.initializer.append(tensor)
     return Session(RunnableModel(model.SerializeToString(), "text")).run_values({})[0]
 
 
 def from_value(value: Any) -> Any:
-    """Copy an ``OrtValue``: an array, a list of arrays for a sequence, None for an optional without value."""
+    """Copy an ``OrtValue``: an array, a list of arrays for a sequence, None for an empty optional."""
     if not value.has_value():
         return None
     if value.is_tensor():
         return from_ort(value)
-    kind = re.sub(r"tensor\((\w+)\)", r"\1", value.data_type())
-    model = onnx.parser.parse_model(f"{_HELPER} ({kind} x) => ({kind} y) {{ y = Identity(x) }}")
+    value_type = re.sub(r"tensor\((\w+)\)", r"\1", value.data_type())
+    model = onnx.parser.parse_model(
+        f"{_HELPER} ({value_type} x) => ({value_type} y) {{ y = Identity(x) }}"
+    )
     session = Session(RunnableModel(model.SerializeToString(), "a sequence"))
-    # only the results of a session are converted
+    # onnxruntime converts a sequence only as the result of a session
     return session._session.run(None, {"x": value})[0]

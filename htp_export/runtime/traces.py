@@ -1,8 +1,8 @@
-"""What ONNX Runtime records of a session: the graph that it runs, the time of each kernel, and the memory of each node.
+"""Records of ONNX Runtime about a session: the optimised graph, the time of each kernel, the memory of each node.
 
-It writes a line about memory for each node of the graph that ran: a name that ends in a hash of the
-names of its inputs and outputs, and bytes. It takes the hash of
-``core/framework/resource_accountant.cc``, ``MakeUniqueNodeName``.
+The record of memory has a line for each node of the optimised graph: bytes, and a name that ends in
+a hash of the names of its inputs and outputs. The hash is that of ``MakeUniqueNodeName`` in
+``core/framework/resource_accountant.cc``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import onnx_ir as ir
@@ -49,36 +49,32 @@ def session_and_graph(
     """Return a session and its optimised graph, without the values of weights.
 
     The graph is None if ONNX Runtime cannot write one, because an execution provider compiles parts
-    of it. ONNX Runtime writes weights that are not in a file into the graph, or, which takes
-    longer, into a file beside it if they are too large for a protobuf message. All files are in
+    of it. ONNX Runtime writes weights that are not in a file into the graph or, if they are too
+    large for a protobuf message, into a file beside it, which is slower. All files are in
     ``folder``.
     """
     changes = changes or OptionChanges()
-    attempts: Sequence[str] = (
-        ["within", "beside", "none"] if model.size < LARGE_BYTES else ["beside", "none"]
-    )
-    first: OnnxRuntimeError | None = None
+    attempts = ["beside", "none"]  # where to write the weights; "none": write no graph
+    if model.size < LARGE_BYTES:
+        attempts.insert(0, "within")
+    first_error: OnnxRuntimeError | None = None
     for attempt in attempts:
-        written = folder / f"{attempt}.onnx"
-        entries = (
-            {_EXTERNAL_FILE: f"{written.name}.data", _EXTERNAL_SIZE: "1024"}
-            if attempt == "beside"
-            else {}
-        )
-        path = os.fspath(written) if attempt != "none" else ""
+        file = folder / f"{attempt}.onnx"
+        path = os.fspath(file) if attempt != "none" else ""
         attributes = {**changes.attributes, "optimized_model_filepath": path}
+        entries = dict(changes.entries)
+        if attempt == "beside":
+            entries |= {_EXTERNAL_FILE: f"{file.name}.data", _EXTERNAL_SIZE: "1024"}
         try:
-            session = Session(
-                model, settings, OptionChanges(attributes, {**changes.entries, **entries})
-            )
+            session = Session(model, settings, OptionChanges(attributes, entries))
         except OnnxRuntimeError as error:
-            first = first or error
-        else:
-            return session, ir.from_proto(
-                onnx.load(written, load_external_data=False)
-            ) if path else None
-    assert first is not None
-    raise first
+            first_error = first_error or error
+            continue
+        if not path:
+            return session, None
+        return session, ir.from_proto(onnx.load(file, load_external_data=False))
+    assert first_error is not None
+    raise first_error
 
 
 _KERNEL = "_kernel_time"
@@ -87,16 +83,16 @@ QUEUED = frozenset(
     f"{name}ExecutionProvider"
     for name in ("CUDA", "Tensorrt", "NvTensorRTRTX", "ROCM", "MIGraphX", "Dml", "WebGpu", "CANN")
 )
-"""Execution providers that put kernels in a queue of a device and return at once."""
+"""Execution providers that put kernels into a queue of a device and return at once."""
 _ON_DEVICE = "device kernel"
 
 
 @dataclass(frozen=True)
 class KernelKey:
-    """A kernel, as it is identified in the trace: its label, which is the node's name, or operator and index.
+    """The identity of a kernel in the trace: its label is the name of its node, or the operator and the index.
 
     ``index`` is that of the node in its graph; ``holders`` are the kernels whose subgraphs contain
-    it, the outermost first.
+    it, outermost first.
     """
 
     label: str
@@ -108,10 +104,10 @@ class KernelKey:
 
 @dataclass(frozen=True)
 class Trace:
-    """Times of kernels in several runs: each kernel's own, in ms, by run, in the order of their first launch.
+    """Times of kernels in several runs, in ms, without nested kernels, in the order of their first launch.
 
-    ``timing`` is ``kernels``; ``launches`` if kernels on a device were only put in its queue, and
-    the trace does not have their times on the device.
+    ``times``: kernel → its time in each run. ``timing`` is ``kernels``, or ``launches`` if the
+    trace contains only the times to put kernels into the queue of a device.
     """
 
     runs: int
@@ -123,23 +119,24 @@ class Trace:
         """Return the time of a kernel in ms: the mean over the middle half of the runs, sorted by their total time.
 
         Like a median, this ignores runs with interruptions, but the times of all kernels add up to
-        the time of a run. Medians of kernels do not: on a busy machine each run is interrupted
-        elsewhere, and their sum is a third of it.
+        the time of a run. Medians of kernels do not: on a busy machine, each run is interrupted in
+        another kernel, and the sum of the medians is a third of the time of a run.
         """
         return statistics.fmean(self.times[key][run] for run in self._middle)
 
     @cached_property
     def _middle(self) -> list[int]:
-        totals = [
-            math.fsum(times[run] for times in self.times.values()) for run in range(self.runs)
-        ]
+        def total(run: int) -> float:
+            return math.fsum(times[run] for times in self.times.values())
+
+        totals = list(map(total, range(self.runs)))
         order = sorted(range(self.runs), key=totals.__getitem__)
         cut = self.runs // 4
         return order[cut : self.runs - cut]
 
 
 class ProfiledSession:
-    """A session under ONNX Runtime's profiler.
+    """A session with ONNX Runtime's profiler.
 
     ``optimized`` is the optimised graph, without the values of weights; None if ONNX Runtime cannot
     write it, because an execution provider compiles parts of it.
@@ -174,37 +171,43 @@ class ProfiledSession:
         return read_trace(self._session.end_profiling(), runs)
 
 
+class _Kernel(NamedTuple):
+    """One launch of a kernel; ``duration`` is without nested kernels. Times are in microseconds."""
+
+    key: KernelKey
+    start: int
+    duration: int
+    on_device: int
+
+
 @dataclass
 class _Event:
+    """A kernel, or the execution of a graph, which has no key; ``inside``: the events nested in it."""
+
     key: KernelKey | None
     start: int
     duration: int
     inside: list[_Event]
     on_device: int = 0
 
-    def kernels(
-        self, holders: tuple[KernelKey, ...] = ()
-    ) -> Iterator[tuple[KernelKey, int, int, int]]:
-        """Iterate over this kernel and those inside: key, start, own duration and time on a device, in microseconds."""
+    def kernels(self, holders: tuple[KernelKey, ...] = ()) -> Iterator[_Kernel]:
+        """Iterate over this kernel and the nested ones."""
         if self.key is None:
             for event in self.inside:
                 yield from event.kernels(holders)
             return
-        key = KernelKey(
-            self.key.label, self.key.op_type, self.key.index, self.key.provider, holders
-        )
-        inside = [kernel for event in self.inside for kernel in event.kernels((*holders, key))]
-        yield (
-            key,
-            self.start,
-            max(0, self.duration - sum(duration for _, _, duration, _ in inside)),
-            self.on_device,
-        )
-        yield from inside
+        own = self.key
+        key = KernelKey(own.label, own.op_type, own.index, own.provider, holders)
+        nested: list[_Kernel] = []
+        for event in self.inside:
+            nested += event.kernels((*holders, key))
+        own_duration = self.duration - sum(kernel.duration for kernel in nested)
+        yield _Kernel(key, self.start, max(0, own_duration), self.on_device)
+        yield from nested
 
 
 def read_trace(path: Path, runs: int) -> Trace:
-    """Read the last runs of a profile that ``InferenceSession.end_profiling`` wrote; earlier ones are warm-up.
+    """Read the last runs of a profile of ``InferenceSession.end_profiling``; earlier runs are warm-up.
 
     Incomplete runs are left out: the profiler stops after a million events.
     """
@@ -213,39 +216,44 @@ def read_trace(path: Path, runs: int) -> Trace:
 
 
 def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
-    windows = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run"][
-        -runs:
-    ]
+    run_events = [event for event in events if event.get("name") == "model_run"]
+    windows = [(event["ts"], event["ts"] + event["dur"]) for event in run_events[-runs:]]
     first = windows[0][0] if windows else 0
-    late = [event for event in events if event.get("ts", first) >= first]
-    kernels = sorted(
-        (kernel for event in _nested(late) for kernel in event.kernels()),
-        key=lambda kernel: kernel[1],
-    )
-    measured = {key.provider for key, _, _, on_device in kernels if on_device}
-    launches_only = bool({key.provider for key, _, _, _ in kernels} & QUEUED - measured)
+    kernels = _kernels_by_start([event for event in events if event.get("ts", first) >= first])
+    providers = {kernel.key.provider for kernel in kernels}
+    measured = {kernel.key.provider for kernel in kernels if kernel.on_device}
+    launches_only = not providers.isdisjoint(QUEUED - measured)
     times: defaultdict[KernelKey, list[float]] = defaultdict(lambda: [0.0] * len(windows))
     launches: defaultdict[KernelKey, int] = defaultdict(int)
     run = 0
-    for key, start, duration, on_device in kernels:
+    for kernel in kernels:
+        key = kernel.key
         if launches_only and key.provider == _ON_DEVICE:
-            continue  # its launch has a time already
-        while run < len(windows) and start > windows[run][1]:
+            continue  # the time of its launch is counted
+        while run < len(windows) and kernel.start > windows[run][1]:
             run += 1
-        if run < len(windows) and start >= windows[run][0]:
-            times[key][run] += (on_device if key.provider in measured else duration) / 1000
+        if run < len(windows) and kernel.start >= windows[run][0]:
+            time_us = kernel.on_device if key.provider in measured else kernel.duration
+            times[key][run] += time_us / 1000
             launches[key] += 1
-    return Trace(
-        len(windows), dict(times), dict(launches), "launches" if launches_only else "kernels"
-    )
+    timing = "launches" if launches_only else "kernels"
+    return Trace(len(windows), dict(times), dict(launches), timing)
+
+
+def _kernels_by_start(events: Sequence[Mapping[str, Any]]) -> list[_Kernel]:
+    kernels: list[_Kernel] = []
+    for event in _nested(events):
+        kernels += event.kernels()
+    kernels.sort(key=lambda kernel: kernel.start)
+    return kernels
 
 
 def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
-    """Return the kernels of the main graph, with the events inside them.
+    """Return the kernels of the main graph, with their nested events.
 
-    An event is written when it ends, after the events inside it. Only kernels contain executions of
-    graphs, and only executions contain kernels; an event is inside the next one on its thread that
-    started before it.
+    An event is written when it ends, after its nested events. Only kernels contain executions of
+    graphs, and only executions contain kernels; an event is nested in the next one on its thread
+    that started before it.
     """
     open_events: defaultdict[int, list[_Event]] = defaultdict(list)
     launched: dict[str, _Event] = {}
@@ -254,24 +262,26 @@ def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
         if event.get("cat") == "Kernel":
             _add_to_launch(event, launched, open_events)
             continue
-        kernel = event.get("cat") == "Node" and name.endswith(_KERNEL)
-        if not kernel and not name.endswith(_EXECUTE):
+        is_kernel = event.get("cat") == "Node" and name.endswith(_KERNEL)
+        if not is_kernel and not name.endswith(_EXECUTE):
             continue
-        arguments = event.get("args", {})
-        key = None
-        if kernel:
-            label = name.removesuffix(_KERNEL)
-            index = int(arguments.get("node_index", -1))
-            key = KernelKey(
-                label, str(arguments.get("op_name", "")), index, str(arguments.get("provider", ""))
-            )
+        key = _kernel_key(name, event.get("args", {})) if is_kernel else None
         before = open_events[event["tid"]]
         inside: list[_Event] = []
-        while before and before[-1].start >= event["ts"] and (before[-1].key is None) == kernel:
+        while before and before[-1].start >= event["ts"] and (before[-1].key is None) == is_kernel:
             inside.append(before.pop())
         before.append(_Event(key, event["ts"], event["dur"], inside[::-1]))
         launched[name] = before[-1]
     return [event for thread in open_events.values() for event in thread]
+
+
+def _kernel_key(name: str, arguments: Mapping[str, Any]) -> KernelKey:
+    return KernelKey(
+        name.removesuffix(_KERNEL),
+        str(arguments.get("op_name", "")),
+        int(arguments.get("node_index", -1)),
+        str(arguments.get("provider", "")),
+    )
 
 
 def _add_to_launch(
@@ -279,10 +289,10 @@ def _add_to_launch(
     launched: Mapping[str, _Event],
     open_events: Mapping[int, list[_Event]],
 ) -> None:
-    """Add the time of a kernel on a device to the node that launched it, whose event stands before it.
+    """Add the time of a kernel on a device to the node that launched it, whose event is earlier.
 
-    ONNX Runtime does not find the node of each: those without are kernels of their own, which
-    belong to no module.
+    ONNX Runtime does not record the node of every kernel: one without a node is a kernel of its
+    own, which belongs to no module.
     """
     launch = launched.get(str(event.get("args", {}).get("parent_name", "")))
     if launch is not None and launch.key is not None:
@@ -293,7 +303,7 @@ def _add_to_launch(
 
 
 _STATISTICS = "session.collect_node_memory_stats_to_file"
-# 32 bits; the numbers below are those of MurmurHash3_x86_128, which ONNX Runtime uses
+# 32 bits; the constants below are those of MurmurHash3_x86_128, which ONNX Runtime uses
 _MASK = 0xFFFFFFFF
 _FACTORS = (0x239B961B, 0xAB0E9789, 0x38B34AE5, 0xA1E38B93)  # multiplied with each word
 _ROTATIONS = (15, 16, 17, 18)  # of each word, in bits
@@ -302,10 +312,11 @@ _MIXED = ((19, 0x561CCD1B), (17, 0x0BCAA747), (15, 0x96CD1C35), (13, 0x32AC3B17)
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """What ONNX Runtime allocated for a node, as the record names it, in one run: for its outputs, and while it ran.
+    """The bytes that ONNX Runtime allocated for a node in one run: for its outputs, and temporarily.
 
-    An output that takes the memory of an input has none. ``op_type`` is empty if no node of the
-    graph has the name; ``nodes`` are several if names of tensors repeat in subgraphs.
+    An output in the memory of an input counts 0. ``name`` is that of the record; ``op_type`` is
+    empty if no node of the graph has this name; there are several ``nodes`` if names of tensors are
+    repeated in subgraphs.
     """
 
     name: str
@@ -317,11 +328,11 @@ class NodeMemory:
 def measured_memory(
     model: RunnableModel, settings: SessionSettings, feed: Feed, temporary: Path
 ) -> tuple[list[NodeMemory], ir.Model | None]:
-    """Run a model once, and return what ONNX Runtime allocated for each of its nodes, and the graph that ran.
+    """Run a model once, and return the memory that ONNX Runtime allocated for each node, and the optimised graph.
 
-    Buffers are not reused, so that each node has its own: otherwise only the first of many with
-    equal sizes would have any. A node that writes over its input allocates nothing. A node in a
-    loop counts once. The graph is None if ONNX Runtime cannot write it.
+    Buffers are not reused, so that each node has its own: otherwise, of many buffers of the same
+    size, only the first one would be allocated. A node that overwrites its input allocates nothing.
+    A node in a loop counts once. The graph is None if ONNX Runtime cannot write it.
     """
     import onnxruntime
 
@@ -335,26 +346,26 @@ def measured_memory(
         model, settings, temporary, OptionChanges(attributes, {_STATISTICS: str(file)})
     )
     session.run_values(session.values(feed.arrays, feed.types))
-    del session  # it writes the record when it is closed
+    del session  # the record is written when the session is closed
     return _read(file, optimized or model.model), optimized
 
 
 def _read(file: Path, graph: ir.Model | None) -> list[NodeMemory]:
-    known: defaultdict[str, list[ir.Node]] = defaultdict(list)
-    for node in all_nodes(graph) if graph is not None else ():
-        known[node_key(node)].append(node)
-    found = []
+    """Read the record of memory, and find its nodes in the graph."""
+    nodes_of_key: defaultdict[str, list[ir.Node]] = defaultdict(list)
+    if graph is not None:
+        for node in all_nodes(graph):
+            nodes_of_key[node_key(node)].append(node)
+    records: list[NodeMemory] = []
     for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            name, _, _, outputs, inside = line.rsplit(",", 4)
-            nodes = known.get(name, [])
-            op_type = nodes[0].op_type if nodes else ""
-            found.append(
-                NodeMemory(
-                    name.rpartition("_")[0], op_type, int(outputs) + int(inside), tuple(nodes)
-                )
-            )
-    return found
+        if line.startswith("#"):
+            continue
+        key, _, _, outputs, temporary = line.rsplit(",", 4)
+        nodes = tuple(nodes_of_key.get(key, ()))
+        op_type = nodes[0].op_type if nodes else ""
+        allocated = int(outputs) + int(temporary)
+        records.append(NodeMemory(key.rpartition("_")[0], op_type, allocated, nodes))
+    return records
 
 
 def node_key(node: ir.Node) -> str:
@@ -372,7 +383,7 @@ def node_key(node: ir.Node) -> str:
 
 
 def _murmur3(data: bytes, seed: int) -> tuple[int, int, int, int]:
-    """MurmurHash3 x86_128 of some bytes, as four numbers of 32 bits."""
+    """Return the MurmurHash3 x86_128 of bytes as four numbers of 32 bits."""
     state = [seed] * 4
     whole = len(data) // 16 * 16
     for start in range(0, whole, 16):
@@ -384,13 +395,14 @@ def _murmur3(data: bytes, seed: int) -> tuple[int, int, int, int]:
     rest = data[whole:]
     for lane, word in enumerate(struct.unpack("<4I", rest.ljust(16, b"\0"))):
         state[lane] ^= _scrambled(word, lane) if lane * 4 < len(rest) else 0
-    return _together(_final(each) for each in _together(each ^ len(data) for each in state))
+    state = list(_together(word ^ len(data) for word in state))
+    return _together(map(_final, state))
 
 
 def _together(state: Iterable[int]) -> tuple[int, int, int, int]:
     first, *others = state
     first = (first + sum(others)) & _MASK
-    second, third, fourth = ((each + first) & _MASK for each in others)
+    second, third, fourth = ((word + first) & _MASK for word in others)
     return first, second, third, fourth
 
 

@@ -97,7 +97,7 @@ class TestInputsAreNotOverwritten:
 
     def test_python_refuses_to_draw_a_page_over_a_model(self, folder):
         before = Path("net.onnx").read_bytes()
-        with pytest.raises(htp_export.InputError, match="is the name of a model"):
+        with pytest.raises(htp_export.InputError, match="has the extension of a model"):
             htp_export.view("net.onnx", "net.onnx", explorer=False)
         assert Path("net.onnx").read_bytes() == before
 

@@ -166,8 +166,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 NOT_ONNX = "{0}: not an ONNX model"
-MISSING = "gone.data: is missing: weights of missing.onnx lie in this file"
-SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx take 2,048"
+MISSING = "gone.data: is missing: it contains weights of missing.onnx"
+SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx need 2,048"
 BERT = "export bert --random-weights --set num_hidden_layers=1 --set hidden_size=16 --set num_attention_heads=2"
 TAKE_INPUTS = ("carry net.onnx net.onnx -o o.onnx", "compare net.onnx net.onnx", "profile net.onnx", "cost net.onnx",
                "tree net.onnx")  # fmt: skip
@@ -226,21 +226,24 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("run quantize_dynamic short.onnx -o o.onnx", SHORT),
     ("optimize net.onnx -o folder.onnx/o.onnx --share-weights", "cannot share the weights in"),
     # values and sizes
-    *((f"{command} --data none.npz", "none.npz: holds no arrays") for command in TAKE_INPUTS),
-    *((f"{command} --shapes none.json", "none.json: holds no shapes") for command in TAKE_INPUTS),
+    *((f"{command} --data none.npz", "none.npz: contains no arrays") for command in TAKE_INPUTS),
+    *(
+        (f"{command} --shapes none.json", "none.json: contains no shapes")
+        for command in TAKE_INPUTS
+    ),
     ("compare net.onnx net.onnx --data name.npz", "no input 'foo' in this model, only 'x'"),
     (
         "compare net.onnx net.onnx --data shape.npz",
-        "input 'x': is float [2, 3], and the model wants float [16, 16]",
+        "input 'x': is float [2, 3], but the model requires float [16, 16]",
     ),
     (
         "compare net.onnx net.onnx --data pickled.npz",
-        "pickled.npz: is no .npz file of plain arrays",
+        "pickled.npz: is not an .npz file of plain arrays",
     ),
-    ("profile net.onnx --data no.npz", "no.npz: is no .npz file of plain arrays"),
+    ("profile net.onnx --data no.npz", "no.npz: is not an .npz file of plain arrays"),
     (
         "run quantize_static net.onnx -o o.onnx --set data=pickled.npz",
-        "pickled.npz: is no .npz file of plain arrays",
+        "pickled.npz: is not an .npz file of plain arrays",
     ),
     (
         "run quantize_static net.onnx -o o.onnx",
@@ -249,15 +252,15 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("cost net.onnx --shapes bad.json", "bad.json: is not JSON"),
     (
         "cost net.onnx --shapes list.json",
-        'list.json: is no JSON object such as {"input_ids": [2, 16]}',
+        'list.json: is not a JSON object such as {"input_ids": [2, 16]}',
     ),
     (
         "cost net.onnx --shapes negative.json",
-        "negative.json: the shape of 'x' is no list of whole numbers: [-1, 2]",
+        "negative.json: the shape of 'x' is not a list of whole numbers: [-1, 2]",
     ),
     (
         "cost net.onnx --shapes text.json",
-        "text.json: the shape of 'x' is no list of whole numbers: 'a'",
+        "text.json: the shape of 'x' is not a list of whole numbers: 'a'",
     ),
     ("cost net.onnx --data nowhere.npz", "nowhere.npz: cannot be read: No such file or directory"),
     ("cost net.onnx --dims batch", "--dims batch: write name=size"),
@@ -270,7 +273,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "this model has no open dimensions, and so none named 'batch'",
     ),
     *(
-        (f"{command} --shapes rank.json", "input 'x': a shape of 70 dimensions; numpy has at")
+        (f"{command} --shapes rank.json", "input 'x': a shape of 70 dimensions; numpy supports at")
         for command in TAKE_INPUTS
     ),
     *(
@@ -279,11 +282,11 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         "cost net.onnx --shapes deep.json",
-        "deep.json: is not JSON: more than 300 lists and objects are inside one another",
+        "deep.json: is not JSON: lists and objects are nested more than 300 levels deep",
     ),
     (
         "profile open.onnx --shapes large.json",
-        "[1099511627776, 16] are more than 1,073,741,824 elements",
+        "[1099511627776, 16] has more than 1,073,741,824 elements",
     ),
     ("quantize net.onnx digits.yaml -o o.onnx", "digits.yaml: is not YAML"),
     (
@@ -294,7 +297,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     (f"partition net.onnx {DIGITS} -o stages", "no module '999"),
     (f"quantize net.onnx --rule .=int4:block_size={DIGITS} -o o.onnx", "block_size"),
     (["tree", "net.onnx", "--select", f"re:a{{{DIGITS}}}"], "digits"),
-    ("tree net.onnx --select re:(layer).\\1", "the regular expression has groupref"),
+    ("tree net.onnx --select re:(layer).\\1", "the regular expression contains groupref"),
     ("tree net.onnx --dims batch=x", "--dims batch=x: write name=size"),
     # names
     (
@@ -304,7 +307,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tap net.onnx layer.0:out[7] -o o.onnx", "module 'layer.0' has no such output; it has: 0"),
     (
         "tap net.onnx layer.0 -o o.onnx",
-        "selector 'layer.0': says no side; write 'layer.0:in' or 'layer.0:out'",
+        "selector 'layer.0': has no side; write 'layer.0:in' or 'layer.0:out'",
     ),
     (
         "steer net.onnx layer.0:in[nosuch] -o o.onnx",
@@ -373,7 +376,10 @@ WRONG: list[tuple[str | list[str], str]] = [
         "nowhere/o.onnx: cannot be written: its folder does not exist: nowhere",
     ),
     ("partition net.onnx 2 -o net.onnx", "net.onnx: is a file; name a folder for a partition"),
-    ("partition net.onnx 2 -o .", "which is not of a partition; name an empty or a new folder"),
+    (
+        "partition net.onnx 2 -o .",
+        "which does not belong to a partition; name an empty or a new folder",
+    ),
     ("optimize net.onnx", "give a file, and with -o the file to write"),
     ("view net.onnx --cost nowhere.json -o p.html", "error: nowhere.json: cannot be read"),
     ("view net.onnx --cost modules.json -o p.html", "modules.json: "),
@@ -411,7 +417,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("export --entry {module}:nosuch -o o.onnx", "has no function 'nosuch'"),
     ("export --entry {module}:fails -o o.onnx", "raised RuntimeError: the weights are elsewhere"),
     ("export --entry {module}:gives_nothing -o o.onnx", "must return (model, example inputs)"),
-    ("export --entry {module} -o o.onnx", "an entry is package.module:factory"),
+    ("export --entry {module} -o o.onnx", "an entry must be package.module:factory"),
     (
         "export {module}:number -o o.onnx",
         "{module}:number: a factory is named with --entry {module}:number",
@@ -422,21 +428,21 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         f"{BERT} --shapes name.npz -o o.onnx",
-        "name.npz: holds values: --shapes is for a JSON file of shapes",
+        "name.npz: contains values: --shapes is for a JSON file of shapes",
     ),
-    ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is no text"),
+    ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is not a text file"),
     # data
     (
         "compare net.onnx net.onnx --data many",
-        "compare takes one run, and --data has several; give one .npz file, or",
+        "compare takes one run, but --data has several; give one .npz file, or",
     ),
     (
         "profile net.onnx --data {module}:runs",
-        "profile takes one run, and --data has several; give one .npz file, or",
+        "profile takes one run, but --data has several; give one .npz file, or",
     ),
     (
         "carry net.onnx net.onnx -o o.onnx --data many",
-        "carry takes one run, and --data has several",
+        "carry takes one run, but --data has several",
     ),
     (
         "quantize net.onnx int8 -o o.onnx --data name.npz",
@@ -444,24 +450,27 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         "sensitivity net.onnx --data shape.npz",
-        "shape.npz: input 'x': is float [2, 3], and the model wants float [16, 16]",
+        "shape.npz: input 'x': is float [2, 3], but the model requires float [16, 16]",
     ),
     (
         "compare net.onnx net.onnx --data empty",
         "empty: is a folder without .npz files; write them with numpy.savez",
     ),
-    ("compare net.onnx net.onnx --data list.json", "list.json: is no .npz file of plain arrays"),
+    (
+        "compare net.onnx net.onnx --data list.json",
+        "list.json: is not an .npz file of plain arrays",
+    ),
     (
         "compare net.onnx net.onnx --data many --shapes ok.json",
-        "--shapes are those of random inputs, and --data have",
+        "--shapes is for random inputs; give either --shapes or --data",
     ),
     (
         "profile net.onnx --data {module}:gives_nothing",
-        "{module}:gives_nothing: returns NoneType, and data are arrays",
+        "{module}:gives_nothing: returns NoneType, but data must be arrays",
     ),
     (
         "profile net.onnx --data {module}:array",
-        "{module}:array: returns ndarray, and data are arrays by input name",
+        "{module}:array: returns ndarray, but data must be arrays by input name",
     ),
     (
         "profile net.onnx --data {module}:nosuch",
@@ -499,7 +508,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "quantize net.onnx int8 --plan-for nosuch -o o.json",
         "plans are written for genai, modelopt, nncf, olive, ort, not for",
     ),
-    ("quantize net.onnx int8 --plan-for ort -o o.onnx", "is the name of a model"),
+    ("quantize net.onnx int8 --plan-for ort -o o.onnx", "has the extension of a model"),
     (
         "quantize net.onnx --plan-for ort -o o.json",
         "give a plan (.yaml or .json), a precision (int8, ",
@@ -512,7 +521,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("quantize net.onnx int8", "give the file to write with -o, or --dry-run"),
     (
         "quantize net.onnx int8 -o net.onnx",
-        "net.onnx: is read by this command; name another file to write",
+        "net.onnx: is an input of this command; name another file to write",
     ),
     ("quantize untagged.onnx int8 -o o.onnx", UNTAGGED),
     ("place untagged.onnx --rule .=cpu -o o.onnx", UNTAGGED),
@@ -605,7 +614,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "steps.yaml: line 1: step 1: there is no step 'nosuch'; there are",
     ),
     ("pipeline key.yaml -m net.onnx -o o.onnx", "there is no key 'step'"),
-    ("pipeline twice.yaml -m net.onnx -o o.onnx", "'level' stands there twice"),
+    ("pipeline twice.yaml -m net.onnx -o o.onnx", "the key 'level' is repeated"),
     ("pipeline bad.json -m net.onnx -o o.onnx", "is not YAML"),
     (
         "search net.onnx --choices int8 --objective nosuch",
@@ -629,7 +638,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "nowhere/study.log: its folder does not exist",
     ),
     ("search net.onnx --choices int8 --storage nosql://x", "storage 'nosql://x' cannot be opened"),
-    ("search net.onnx --choices int8 -o .", "which is not of a search"),
+    ("search net.onnx --choices int8 -o .", "which does not belong to a search"),
     ("lora insert net.onnx nosuch -o o.onnx", "selector 'nosuch': matches no module"),
     (
         "lora insert net.onnx dropout -o o.onnx",
@@ -646,7 +655,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         "rename net.onnx -o empty/o.onnx --share-weights",
-        "they lie in another folder; write into that folder, or copy",
+        "they are in another folder; write the model into that folder, or copy",
     ),
     (
         "partition net.onnx layer.7 -o stages",
@@ -694,7 +703,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("quantize net.onnx folder.onnx -o o.onnx", "folder.onnx: is a folder; name a file in it"),
     (
         "profile net.onnx --data made",
-        "made: there is no such file or folder; data are arrays by input name, several",
+        "made: there is no such file or folder; data must be arrays by input name, several",
     ),
     ("rename net.onnx -o net", "net: has no extension; name the file net.onnx\n"),
     (

@@ -111,7 +111,7 @@ def test_sizes_that_nothing_tells_are_1():
 def test_an_input_whose_number_of_dimensions_is_not_known_is_refused():
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
     with pytest.raises(
-        InputError, match="input 'x': the model does not tell its shape; give shapes or data"
+        InputError, match="input 'x': the model does not contain its shape; give shapes or data"
     ):
         run(ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10))
 

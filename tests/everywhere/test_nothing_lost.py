@@ -406,7 +406,7 @@ def test_files_that_are_put_into_a_folder_in_the_last_moment_stay_in_it(
 
     monkeypatch.setattr(write_file._Step, "keep", late)
     with pytest.raises(
-        FileError, match="stages: cannot be written: files were put into the folder meanwhile"
+        FileError, match="stages: cannot be written: files were added to the folder meanwhile"
     ):
         htp_export.partition(given / "net.onnx", 3, stages)
     assert (stages / "notes.txt").read_text() == "mine"
@@ -444,7 +444,7 @@ def test_an_empty_folder_stays_the_folder_that_it_was_and_is_filled(given, tmp_p
     assert (stages.stat().st_ino, stages.stat().st_mode) == (before.st_ino, before.st_mode)
     assert {path.name for path in stages.iterdir()} == {"empty", "manifest.json", *made.files}
     assert len(htp_export.load_partition(stages).stages) == 2
-    with pytest.raises(FileError, match="holds 'empty/', which is not of a partition"):
+    with pytest.raises(FileError, match="contains 'empty/', which does not belong to a partition"):
         htp_export.partition(given / "net.onnx", 3, stages)
     (stages / "empty").rmdir()
     htp_export.partition(given / "net.onnx", 3, stages)
@@ -519,12 +519,12 @@ def test_a_search_replaces_its_own_plans_and_no_others(given, tmp_path, monkeypa
     for name in ("plan0.json", "steps3.json", "prompts0.npz", "front.svg", "front.json"):
         (tmp_path / "found" / name).write_text('{"0": "int8"}')
         assert main(words) == 2
-        assert f"holds '{name}', which is not of a search" in capsys.readouterr().err
+        assert f"contains '{name}', which does not belong to a search" in capsys.readouterr().err
         (tmp_path / "found" / name).unlink()
     assert main(words) == 0
     assert main(words) == 0
     (tmp_path / "found" / "plan0.json").write_text('{"0": "fp16"}')
     capsys.readouterr()
     assert main(words) == 2
-    assert "holds 'plan0.json'" in capsys.readouterr().err
+    assert "contains 'plan0.json'" in capsys.readouterr().err
     assert (tmp_path / "found" / "plan0.json").read_text() == '{"0": "fp16"}'

@@ -154,7 +154,7 @@ def test_what_the_code_of_an_entry_reads_is_not_replaced(folder, capsys, command
     )
     before, output = contents(folder), output.replace("{code}", code)
     assert main([*command.replace("{code}", code).split(), "-o", output, "--force"]) == 2
-    assert f"{output}: is read by the code that this command runs" in capsys.readouterr().err
+    assert f"{output}: is read by the Python code that this command runs" in capsys.readouterr().err
     assert contents(folder) == before
 
 

@@ -161,6 +161,6 @@ def test_the_error_names_the_pipe(made, tmp_path):
     os.mkfifo(tmp_path / "x.npz")
     with (
         within(SECONDS),
-        pytest.raises(FileError, match=r"x\.npz: cannot be read: it is no plain file"),
+        pytest.raises(FileError, match=r"x\.npz: cannot be read: it is not a regular file"),
     ):
         htp_export.compare(made / "net.onnx", made / "net.onnx", data=tmp_path)

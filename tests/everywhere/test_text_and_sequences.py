@@ -130,9 +130,9 @@ def test_text_is_taken_in_every_form(form, file):
     ("words", "problem"),
     [
         (np.array(["a", None, "b"], object), "element of type NoneType"),
-        (np.array([b"a", b"\xff", b"b"]), "no text in UTF-8"),
+        (np.array([b"a", b"\xff", b"b"]), "contains bytes that are not UTF-8"),
         (np.zeros(3, np.int64), "is int64"),
-        (np.array(["a"] * 6).reshape(3, 2), "the model wants string"),
+        (np.array(["a"] * 6).reshape(3, 2), "the model requires string"),
     ],
 )
 def test_what_is_no_text_is_refused(words, problem, file):
@@ -211,7 +211,7 @@ def test_commands_take_text_from_a_file(file, tmp_path, capsys):
     assert main(["compare", file, file, "--data", str(tmp_path / "data.npz")]) == 0
     assert main(["profile", file, "--data", str(tmp_path / "data.npz"), "--runs", "1"]) == 0
     assert main(["profile", file, "--runs", "1"]) == 2  # random text says nothing
-    assert "no random value can be made of string" in capsys.readouterr().err
+    assert "random values cannot be generated for string" in capsys.readouterr().err
 
 
 def zipped(file: Path) -> Path:
@@ -254,7 +254,7 @@ def test_a_file_with_maps_is_valid_and_cannot_be_read(typed, tmp_path, monkeypat
     assert main(typed.split()) == 2
     message = capsys.readouterr().err
     assert message.startswith(
-        "htp-export: error: zip.onnx: 'prob' is a map, a type of ONNX that htp_export cannot read"
+        "htp-export: error: zip.onnx: 'prob' is a map, an ONNX type that htp_export cannot read"
     )
     assert "options={'zipmap': False}" in message
     assert "valid" not in message

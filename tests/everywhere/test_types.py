@@ -96,7 +96,7 @@ def test_the_message_says_what_fits_and_what_was_given():
         ): "model and onnx are swapped; the order is verify(model, onnx)",
         lambda: htp_export.verify(
             net, "a.onnx", torch.ones(9, 99)
-        ): "a list or a tuple, and what was given is of type Tensor",
+        ): "a list or a tuple, and the argument is of type Tensor",
         lambda: htp_export.nodes("a.onnx", [3]): "a list of strings, and [3] is of type list",
         lambda: htp_export.view(
             "a.onnx", 3

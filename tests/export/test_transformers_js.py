@@ -246,7 +246,7 @@ def test_an_earlier_folder_is_replaced_and_another_one_refused(net, tmp_path):
     }
     assert names(folder) == here
     (folder / "thesis.doc").write_text("years of work")
-    with pytest.raises(FileError, match=r"holds 'thesis\.doc'"):
+    with pytest.raises(FileError, match=r"contains 'thesis\.doc'"):
         write_transformers_js({"model": file}, folder, model)
     assert names(folder) == {*here, "thesis.doc"}
 
@@ -263,7 +263,7 @@ def test_only_files_that_an_earlier_call_can_have_written_are_replaced(net, tmp_
     ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text('"years of work"')
-        with pytest.raises(FileError, match=rf"js: holds '{name.partition('/')[0]}"):
+        with pytest.raises(FileError, match=rf"js: contains '{name.partition('/')[0]}"):
             write_transformers_js({"model": file}, folder, model, dtypes=["fp32"])
         assert names(folder) == {name}
         (folder / name).unlink()
@@ -271,7 +271,7 @@ def test_only_files_that_an_earlier_call_can_have_written_are_replaced(net, tmp_
     here = names(folder)
     for name in ("onnx/mine.onnx", "onnx/mine.bin", "notes.txt", "package.json"):
         (folder / name).write_text('"years of work"')
-        with pytest.raises(FileError, match=rf"js: holds '{name}'"):
+        with pytest.raises(FileError, match=rf"js: contains '{name}'"):
             write_transformers_js({"model": file}, folder, model, dtypes=["fp32"])
         assert names(folder) == {*here, name}
         (folder / name).unlink()

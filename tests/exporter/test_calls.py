@@ -403,10 +403,10 @@ def test_old_files_are_guessed_and_say_so(exporter, files, caplog):
         assert not caplog.messages
         assert len(tagged["block"].call(0).nodes) == 3  # two of fc, and what it takes
     assert caplog.messages == [
-        "the file does not say in which calls of module 'block' these ran: 'block.fc'; each is taken to have run "
-        "equally often in every call. Files that are exported anew say it (htp.callers)",
-        "the file does not say in which calls of module 'block' these ran: 'block.extra'; their nodes are in no call "
-        "of it. Files that are exported anew say it (htp.callers)",
+        "the file does not record in which calls of module 'block' these ran: 'block.fc'; each is assumed to have run "
+        "equally often in every call. A new export of the model records it (htp.callers)",
+        "the file does not record in which calls of module 'block' these ran: 'block.extra'; their nodes are in no "
+        "call of it. A new export of the model records it (htp.callers)",
     ]
 
 
@@ -428,9 +428,9 @@ def test_what_is_certain_in_old_files_is_not_spoken_of(caplog):
         ("[]", "is not a JSON object"),
         ("{", "is not JSON"),
         ('{"block.fc":3}', "is not a JSON object of modules and the callers of their calls"),
-        ('{"block.fc":[0,0,0,-1]}', "module 'block.fc' has a caller that is no call: -1"),
-        ('{"block.fc":[0,0,0,["block"]]}', "module 'block.fc' has a caller that is no call"),
-        ('{"block.fc":[0,0,0,true]}', "module 'block.fc' has a caller that is no call: True"),
+        ('{"block.fc":[0,0,0,-1]}', "module 'block.fc' has an invalid caller of a call: -1"),
+        ('{"block.fc":[0,0,0,["block"]]}', "module 'block.fc' has an invalid caller of a call"),
+        ('{"block.fc":[0,0,0,true]}', "module 'block.fc' has an invalid caller of a call: True"),
     ],
 )
 def test_callers_that_cannot_be_read_are_refused(written, message):

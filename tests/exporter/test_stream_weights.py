@@ -184,7 +184,7 @@ class TestRefused:
         said = self.refused(source)
         assert (
             said
-            == f"{first}: has no tensor 'more', which is there according to model.safetensors.index.json"
+            == f"{first}: does not contain tensor 'more', which model.safetensors.index.json assigns to it"
         )
 
     @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ class TestRefused:
         content = file.read_bytes()
         file.write_bytes({"cut": content[:-1], "no header": b"\xff" * 100, "empty": b""}[change])
         assert self.refused(source).startswith(
-            f"{file}: is no safetensors file, or is incomplete: "
+            f"{file}: is not a safetensors file, or is incomplete: "
         )
 
     @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ class TestRefused:
     )
     def test_an_index_that_is_none(self, source, content):
         (source / "model.safetensors.index.json").write_text(content)
-        assert "is no index of safetensors files" in self.refused(source)
+        assert "is not an index of safetensors files" in self.refused(source)
 
     def test_random_weights(self):
         with pytest.raises(ModelSourceError, match="random weights are in no files"):

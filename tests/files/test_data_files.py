@@ -116,9 +116,10 @@ class TestShared:
         save(bert, seed=1)
         if change == "size":
             data.write_bytes(data.read_bytes() + bytes(8))
-        what = "it had 2,048 bytes and has 2,056" if change == "size" else "it has other contents"
+        what = "it had 2,048 bytes and now has 2,056" if change == "size" else "its contents differ"
         with pytest.raises(
-            FileError, match=rf"small\.onnx: shares its weights.*bert\.onnx\.data is not .*{what}"
+            FileError,
+            match=rf"small\.onnx: its shared weights were changed.*bert\.onnx\.data is not .*{what}",
         ):
             read_model(small)
         assert values(bert).shape == (16, 16)
@@ -239,9 +240,9 @@ class TestBroken:
             data.mkdir()
         model = read_model(bert)
         said = {
-            "missing": "is missing: weights of .*bert.onnx lie in this file",
-            "short": "is too short: it has 100 bytes, and the weights of .*bert.onnx take 2,048",
-            "folder": "cannot be read, and weights of .*bert.onnx lie in it: Is a directory",
+            "missing": "is missing: it contains weights of .*bert.onnx",
+            "short": "is too short: it has 100 bytes, and the weights of .*bert.onnx need 2,048",
+            "folder": "contains weights of .*bert.onnx, and cannot be read: Is a directory",
         }
         copy = bert.with_name("copy.onnx")
         read = (

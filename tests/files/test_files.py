@@ -49,7 +49,9 @@ def test_only_weights_that_the_model_still_has_are_brought_along(external, tmp_p
 def test_a_model_that_reads_what_nothing_makes_is_not_written(external):
     model = read_model(external)
     del model.graph.initializers[WEIGHT]
-    with pytest.raises(FileError, match=f"reads what nothing in the model makes: .*{WEIGHT}"):
+    with pytest.raises(
+        FileError, match=f"nothing in the model produces an input of a node: .*{WEIGHT}"
+    ):
         write_model(model, external.with_name("half.onnx"))
     assert listing(external.parent) == ["model.onnx", "weights.bin"]
 
@@ -135,7 +137,9 @@ def test_what_cannot_be_put_back_is_said_with_the_place_where_it_is(external, mo
 
     (external.parent / "target.onnx.data").write_bytes(b"old weights")
     monkeypatch.setattr(os, "replace", refuses)
-    with pytest.raises(FileError, match=r"could not be put back .*; what it was is in ") as caught:
+    with pytest.raises(
+        FileError, match=r"could not be restored .*; its previous contents are in "
+    ) as caught:
         write_model(read_model(external), external.with_name("target.onnx"), "target.onnx.data")
     assert refused == ["target.onnx", "target.onnx.data"]
     assert Path(str(caught.value).rpartition(" ")[2]).read_bytes() == b"old weights"
@@ -263,7 +267,7 @@ def test_targets_that_cannot_be_are_refused_before_anything_is_written(external,
         write_model(model, tmp_path)
     with pytest.raises(FileError, match="another file in the same folder"):
         write_model(model, tmp_path / "a.onnx", "../a.data")
-    with pytest.raises(FileError, match="holds the weights of this model"):
+    with pytest.raises(FileError, match="contains the weights of this model"):
         write_model(model, external.parent / "weights.bin")
     with pytest.raises(FileError, match="cannot be written"):
         write_model(model, tmp_path / "nowhere" / "a.onnx")

@@ -222,7 +222,7 @@ def test_a_file_that_is_written_over_by_others_is_told(file):
         lambda: write_model(model, file.with_name("copy.onnx")),
     ):
         with pytest.raises(
-            FileError, match=r"model\.onnx: was written over after it was read.*load it again"
+            FileError, match=r"model\.onnx: was overwritten after it was read.*load it again"
         ):
             use()
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
@@ -233,7 +233,7 @@ def test_a_file_that_was_cut_off_meanwhile_is_told(file):
     state = file.stat()
     os.truncate(file, 1000)
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
-    with pytest.raises(FileError, match="written over"):
+    with pytest.raises(FileError, match="was overwritten"):
         weight_of(model).numpy()
 
 
@@ -275,7 +275,7 @@ def test_weights_that_do_not_fit_their_shape_are_refused(tmp_path, side):
     model = everywhere()
     model.graph.initializer[0].dims[0] = side
     onnx.save(model, tmp_path / "model.onnx")
-    problem = f"tensor 'weight' has {4 * SIDE * SIDE:,} bytes, and its shape and type take {4 * side * SIDE:,}"
+    problem = f"tensor 'weight' has {4 * SIDE * SIDE:,} bytes, but its shape and type require {4 * side * SIDE:,}"
     with pytest.raises(FileError, match=f"not a valid ONNX model: {problem}"):
         read_model(tmp_path / "model.onnx")
 
@@ -384,7 +384,7 @@ def test_a_tensor_that_has_not_the_bytes_that_it_says_is_not_written(file):
 
 def test_more_than_a_message_holds_is_not_written(file, monkeypatch):
     monkeypatch.setattr(lazy_tensor, "_MESSAGE_BYTES", 100_000)
-    with pytest.raises(FileError, match="more than protobuf reads; give it external data"):
+    with pytest.raises(FileError, match="too large for protobuf; write it with external data"):
         write_model(read_model(file), file.with_name("copy.onnx"))
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
 

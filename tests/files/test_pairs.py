@@ -52,7 +52,7 @@ class TestIdentity:
         model = read_model(save(tmp_path / "a.onnx"))
         (tmp_path / "a.onnx.data").unlink()
         with pytest.raises(
-            FileError, match=r"a\.onnx\.data: is missing: .*it was there when the model was read"
+            FileError, match=r"a\.onnx\.data: is missing: .*it existed when the model was read"
         ):
             weight_of(model).numpy()
 
@@ -144,7 +144,7 @@ class TestTornPairs:
         old.replace(tmp_path / "a.onnx.data")
         with pytest.raises(
             FileError,
-            match=r"a\.onnx: does not fit its data file a\.onnx\.data: it has other contents",
+            match=r"a\.onnx: does not match its data file a\.onnx\.data: its contents are not",
         ):
             htp_export.load(file)
 
@@ -163,7 +163,7 @@ class TestTornPairs:
             program.save(tmp_path / "a.onnx", external_data=True)  # type: ignore[union-attr]
         assert renames == ["a.onnx"]
         monkeypatch.undo()
-        with pytest.raises(FileError, match="does not fit its data file"):
+        with pytest.raises(FileError, match="does not match its data file"):
             htp_export.load(tmp_path / "a.onnx")
 
     def test_what_was_interrupted_is_finished_by_the_next_write(self, tmp_path, monkeypatch):
@@ -172,7 +172,7 @@ class TestTornPairs:
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path / "a.onnx", 1)
         monkeypatch.undo()
-        with pytest.raises(FileError, match="does not fit"):
+        with pytest.raises(FileError, match="does not match its data"):
             read_model(tmp_path / "a.onnx")
         save(tmp_path / "b.onnx", 2)
         assert listing(tmp_path) == ["a.onnx", "a.onnx.data", "b.onnx", "b.onnx.data"]
@@ -291,7 +291,7 @@ class TestFailures:
         place = {
             "sync": (filesystem, "sync_file"),
             "write": (htp_export.files.data_files, "write_values"),
-            "journal": (write_file, "_plain"),
+            "journal": (write_file, "_journal_entry"),
         }[where]
         monkeypatch.setattr(
             "fcntl.ioctl", lambda *_: (_ for _ in ()).throw(OSError(95, "not here"))

@@ -89,5 +89,5 @@ def test_a_weight_may_bring_its_shape(size):
 
 
 def test_a_number_that_does_not_end_is_refused_at_its_eleventh_byte():
-    with pytest.raises(ValueError, match="a number of more than 10 bytes before byte 11"):
+    with pytest.raises(ValueError, match="an integer of more than 10 bytes before byte 11"):
         SerializedModel(b"\x08" + b"\xff" * 100)

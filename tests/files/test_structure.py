@@ -119,7 +119,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "a cycle": (lambda model: node(model, "a").input.__setitem__(0, "y"), "cycle"),
     "no operator": (
         lambda model: node(model, "y").ClearField("op_type"),
-        "node 'the_y' () names no operator",
+        "node 'the_y' () has no operator type",
     ),
     "an attribute of another kind": (
         turn(helper.make_attribute("perm", "text")),
@@ -131,7 +131,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     ),
     "an attribute of a call, outside of a function": (
         turn(AttributeProto(name="perm", type=AttributeProto.INTS, ref_attr_name="axes")),
-        "attribute 'perm' of node 'the_t' (Transpose) refers to 'axes', and is in no function that could have it",
+        "attribute 'perm' of node 'the_t' (Transpose) refers to attribute 'axes' of a function, but is in no function",
     ),
     "an attribute that is missing": (
         lambda model: node(model, "t").__setattr__("op_type", "Cast"),
@@ -139,24 +139,24 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     ),
     "too many inputs": (
         lambda model: node(model, "t").input.append("w"),
-        "node 'the_t' (Transpose) has 2 inputs, and the operator takes 1",
+        "node 'the_t' (Transpose) has 2 inputs, but the operator requires 1",
     ),
     "no outputs": (
         lambda model: node(model, "k").ClearField("output"),
-        "has 0 outputs, and the operator takes 1",
+        "has 0 outputs, but the operator requires 1",
     ),
     "a negative size": (dims(-4), "tensor 'w' has a negative size: [-4]"),
-    "too few values": (dims(5), "tensor 'w' has 4 values, and its shape and type take 5"),
+    "too few values": (dims(5), "tensor 'w' has 4 values, but its shape and type require 5"),
     "very many values of none": (
         lambda model: (
             dims(300_000_000)(model),
             model.graph.initializer[0].ClearField("float_data"),
         ),
-        "tensor 'w' has 0 values, and its shape and type take 300,000,000",
+        "tensor 'w' has 0 values, but its shape and type require 300,000,000",
     ),
     "values of another type": (
         typed(lambda tensor: tensor.int64_data.append(3)),
-        "tensor 'w' is of type FLOAT, and has values in int64_data",
+        "tensor 'w' is of type FLOAT, but has values in int64_data",
     ),
     "no element type": (
         typed(lambda tensor: tensor.ClearField("data_type")),
@@ -172,11 +172,11 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     ),
     "a function that gives an input back": (
         lambda model: model.functions[0].output.__setitem__(0, "u"),
-        "function 'Act' has its input 'u' as an output; put an Identity between",
+        "function 'Act' returns its input 'u'; insert an Identity node",
     ),
     "a function that gives an output twice": (
         lambda model: model.functions[0].output.append("v"),
-        "function 'Act' has an output twice",
+        "function 'Act' returns a value twice",
     ),
     "a function that calls itself": (calls_itself, "function 'Act' calls itself"),
 }
@@ -232,7 +232,9 @@ def test_sparse_initializers_are_read_as_what_they_stand_for(indices, tmp_path):
     assert len(model.graph.sparse_initializer) == 1
     htp_export.load(model).save(tmp_path / "dense.onnx")
     model.graph.sparse_initializer[0].dims[:] = [10**9, 10**9]
-    with pytest.raises(htp_export.InputError, match="the sparse initializer 'w' is of size"):
+    with pytest.raises(
+        htp_export.InputError, match="the sparse initializer 'w' has the unsupported shape"
+    ):
         htp_export.load(model)
 
 

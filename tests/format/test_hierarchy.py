@@ -95,7 +95,7 @@ def test_results_make_a_new_tree_and_leave_the_old_one(tree):
 def test_a_tree_has_one_root_and_every_path_once():
     with pytest.raises(ValueError, match="no root"):
         Hierarchy([ModuleInfo("a", "net.A")])
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="repeated"):
         Hierarchy([ModuleInfo("", "net.A"), ModuleInfo("", "net.B")])
 
 

@@ -113,7 +113,7 @@ def test_expressions_that_re_does_not_end_with_end(text):
 )
 def test_expressions_that_take_too_much_are_refused_in_a_short_time(text):
     began, chance = time.monotonic(), random.Random(0)
-    with pytest.raises(ValueError, match=r"is too large|takes too many steps"):
+    with pytest.raises(ValueError, match=r"is too large|needs too many steps"):
         Pattern(text).fullmatch("".join(chance.choice("ab") for _ in range(100_000)))
     assert time.monotonic() - began < 20
 

@@ -119,7 +119,7 @@ def test_weights_beside_the_file_are_not_read_and_may_be_missing(folder, tmp_pat
         {"external.data": None},
     )
     assert whole.elements == missing.elements
-    assert "external.data: is missing: weights of" in missing.notes[0]
+    assert "external.data: is missing: it contains weights of" in missing.notes[0]
     assert steps(whole) - steps(missing) == {"optimize"}
     (tmp_path / "external.data").write_bytes(b"short")
     assert "is too short" in htp_export.info(tmp_path / "external.onnx").notes[0]

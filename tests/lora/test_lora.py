@@ -367,7 +367,7 @@ def test_patterns_of_the_config_match_what_they_match_in_peft(pattern, tmp_path)
         ({"(": 1}, r"has an alpha_pattern '\(' that cannot be read: missing \)"),
         (
             {"(u)\\3": 1},
-            "has an alpha_pattern .* that cannot be read: the regular expression has groupref",
+            "has an alpha_pattern .* that cannot be read: the regular expression contains groupref",
         ),
         ({"a{99999999999}{99999999999}": 1}, "cannot be read"),
         (["up"], "has an alpha_pattern that is no JSON object"),

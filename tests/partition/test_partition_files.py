@@ -125,10 +125,12 @@ def test_a_new_partition_takes_the_place_of_an_old_one(folder, monkeypatch):
 def test_a_folder_with_something_else_in_it_is_left_alone(folder):
     (folder / "notes.txt").write_text("mine")
     before = contents(folder)
-    with pytest.raises(FileError, match=r"holds 'notes\.txt', which is not of a partition"):
+    with pytest.raises(
+        FileError, match=r"contains 'notes\.txt', which does not belong to a partition"
+    ):
         htp_export.partition(handmade.encoder(), 1, folder)
     (folder / "manifest.json").unlink()
-    with pytest.raises(FileError, match="which is not of a partition"):
+    with pytest.raises(FileError, match="which does not belong to a partition"):
         htp_export.partition(handmade.encoder(), 1, folder)
     before.pop("manifest.json")
     assert contents(folder) == before

@@ -43,11 +43,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"quantize": {"plan": "int8", "data": "text.onnx"}},
-        "step quantize: text.onnx: is no .npz file of plain arrays",
+        "step quantize: text.onnx: is not an .npz file of plain arrays",
     ),
     (
         {"quantize": {"plan": "int8", "data": ["x.npz", "text.onnx"]}},
-        "step quantize: text.onnx: is no .npz file",
+        "step quantize: text.onnx: is not an .npz file",
     ),
     (
         {"quantize": {"plan": "int8", "seed": -1}},

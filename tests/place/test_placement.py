@@ -559,7 +559,7 @@ def test_missing_providers_and_old_versions_are_refused(file, monkeypatch):
     for base in onnxruntime.InferenceSession.__mro__:
         if "get_provider_graph_assignment_info" in vars(base):
             monkeypatch.delattr(base, "get_provider_graph_assignment_info")
-    with pytest.raises(InputError, match="does not say which execution provider has a node"):
+    with pytest.raises(InputError, match="does not report the execution provider of a node"):
         htp_export.placement(file)
 
 

@@ -77,7 +77,7 @@ def test_an_iterator_that_is_read_again_all_the_same_is_told():
     assert len(list(samples)) == 2
     with pytest.raises(
         InputError,
-        match="are an iterator, which can be read once, and are needed again; give a list",
+        match="is an iterator, which can be read only once, but it is needed again; give a list",
     ):
         list(samples)
 
@@ -114,38 +114,46 @@ def test_random_inputs_have_the_sizes_that_are_given_and_data_must_have_them():
     assert read(run(1), dims={"batch": 2}) == [1]
     with pytest.raises(InputError, match=r"data, run 0: .* dims has batch = 5"):
         read(run(1), dims={"batch": 5})
-    with pytest.raises(InputError, match="shapes are those of random inputs"):
+    with pytest.raises(InputError, match="shapes are for random inputs"):
         read(run(1), shapes={"x": (2, 3)})
 
 
 @pytest.mark.parametrize(
     ("data", "error", "problem"),
     [
-        (3, InputError, "data are arrays by input name, several of these, .*, not int"),
-        (np.ones((2, 3), np.float32), InputError, "data are arrays by input name, .* not ndarray"),
-        ([np.ones(3)], InputError, "data, run 0: inputs are a dict of name → array, not ndarray"),
+        (3, InputError, "data must be arrays by input name, several of these, .*, not int"),
+        (
+            np.ones((2, 3), np.float32),
+            InputError,
+            "data must be arrays by input name, .* not ndarray",
+        ),
+        (
+            [np.ones(3)],
+            InputError,
+            "data, run 0: inputs must be a dict of name → array, not ndarray",
+        ),
         ([], InputError, "data have no runs"),
         ({"y": 1}, InputError, "data, run 0: no input 'y' in this model, only 'x'"),
         (
             [run(0), {"x": np.ones((2, 4), np.float32)}],
             InputError,
-            "data, run 1: input 'x': is float .2, 4., and the",
+            "data, run 1: input 'x': is float .2, 4., but the",
         ),
         (
             {"x": np.ones((2, 3))},
             InputError,
-            "input 'x': is double .2, 3., and the model wants float .batch, 3.",
+            "input 'x': is double .2, 3., but the model requires float .batch, 3.",
         ),
         ("nowhere.npz", FileError, "nowhere.npz: cannot be read"),
         (
             "nowhere",
             FileError,
-            "nowhere: there is no such file or folder; data are arrays by input name",
+            "nowhere: there is no such file or folder; data must be arrays by input name",
         ),
         ("{code}.py:runs", ModelSourceError, "an entry names a module, not its file: {code}:runs"),
         ("{code}:nosuch", ModelSourceError, "has no function 'nosuch'"),
-        ("{code}:nothing", ModelSourceError, "{code}:nothing: returns NoneType, and data are"),
-        ("{code}:array", ModelSourceError, "{code}:array: returns ndarray, and data are"),
+        ("{code}:nothing", ModelSourceError, "{code}:nothing: returns NoneType, but data must be"),
+        ("{code}:array", ModelSourceError, "{code}:array: returns ndarray, but data must be"),
         ("{code}:fails", UserCodeError, "{code}:fails: raised ValueError: no disk"),
     ],
     ids=str,
@@ -161,7 +169,7 @@ def test_a_folder_without_arrays_and_pickles_are_refused():
     np.savez("pickled.npz", x=np.array([{}, None], dtype=object))
     for name, problem in {
         "empty": "is a folder without .npz files",
-        "pickled.npz": "is no .npz file of plain",
+        "pickled.npz": "is not an .npz file of plain",
     }.items():
         with pytest.raises(FileError, match=f"{name}: {problem}"):
             check_runs(name)
@@ -175,7 +183,7 @@ def test_one_run_is_taken_and_several_are_refused(code):
     assert single_run("runs/2.npz", "cost")["x"][0, 0] == 2
     assert single_run(None, "cost") is None
     for data in ("runs", f"{code}:runs", [run(0), run(1)]):
-        with pytest.raises(InputError, match="profile takes one run, and data have several"):
+        with pytest.raises(InputError, match="profile takes one run, but data have several"):
             Samples.of(data, MODEL).only("profile")
 
 
@@ -184,7 +192,7 @@ def test_functions_of_one_run_refuse_several(use):
     files = {"compare": 2, "carry": 2}.get(use, 1)
     data = [{"x": np.ones((2, 4), np.float32)}] * 2
     options = {"plan": {".": "cpu"}} if use == "place" else {}
-    with pytest.raises(InputError, match=f"{use} takes one run, and data have several"):
+    with pytest.raises(InputError, match=f"{use} takes one run, but data have several"):
         getattr(htp_export, use)(*[encoder()] * files, data=data, **options)
 
 

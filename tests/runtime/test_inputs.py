@@ -44,24 +44,24 @@ def test_what_stays_open_is_named():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"shapes": {"x": [1] * 65}}, "a shape of 65 dimensions; numpy has at most 64"),
+        ({"shapes": {"x": [1] * 65}}, "a shape of 65 dimensions; numpy supports at most 64"),
         (
             {"shapes": {"x": [2**63, 1]}},
-            "a shape is a list of whole numbers, not one of more than 64 bits",
+            "a shape must be a list of whole numbers, not one of more than 64 bits",
         ),
         (
             {"shapes": {"x": [10**5000, 1]}},
-            "a shape is a list of whole numbers, not one of more than 64 bits",
+            "a shape must be a list of whole numbers, not one of more than 64 bits",
         ),
         (
             {"dims": {"batch": 10**5000}},
-            "size 'batch' is a whole number, not one of more than 64 bits",
+            "size 'batch' must be a whole number, not one of more than 64 bits",
         ),
         (
             {"dims": {"batch": 2**40}},
-            r"input 'x': \[1099511627776, 4\] are more than 1,073,741,824 elements",
+            r"input 'x': \[1099511627776, 4\] has more than 1,073,741,824 elements",
         ),
-        ({"dims": {"batch": 2**63 - 1}}, "are more than 1,073,741,824 elements"),
+        ({"dims": {"batch": 2**63 - 1}}, "has more than 1,073,741,824 elements"),
     ],
 )
 def test_sizes_that_no_array_has_are_refused(given, said):
@@ -75,7 +75,7 @@ def test_sizes_that_no_array_has_are_refused(given, said):
 def test_inputs_of_a_file_that_no_array_has_are_refused(shape):
     with pytest.raises(
         InputError,
-        match=r"input 'x': (has 65 dimensions, and numpy|.* are more than 1,073,741,824)",
+        match=r"input 'x': (has 65 dimensions; numpy|.* has more than 1,073,741,824)",
     ):
         inputs(x=shape).random()
 
@@ -117,7 +117,7 @@ def test_a_size_that_the_file_computes_of_others_follows_them():
     said = r"input 'mask' is \[1, 6\], but size 'past \+ length' of it is 7"
     with pytest.raises(InputError, match=said):
         wanted.bind(shapes={"mask": (1, 6), "ids": (1, 4), "keys": (1, 3), "x": (1,)}).check()
-    with pytest.raises(InputError, match="is 6, but by the others it is 7"):
+    with pytest.raises(InputError, match="is 6, but follows from the others as 7"):
         wanted.bind(
             dims={"past + length": 6, "length": 4, "past": 3, "batch": 1, "batch-size": 1}
         ).check()
@@ -154,7 +154,7 @@ def test_arrays_of_a_file_are_unpacked_after_their_shape_was_compared(tmp_path):
     tracemalloc.start()
     try:
         with pytest.raises(
-            InputError, match=rf"'x': is float \[{size}\], and the model wants float \[2, 4\]"
+            InputError, match=rf"'x': is float \[{size}\], but the model requires float \[2, 4\]"
         ):
             inputs(y=["batch", 4], x=[2, 4]).feed(NpzArrays(tmp_path / "x.npz"))
         with pytest.raises(InputError, match="no input 'x' in this model"):
@@ -222,7 +222,7 @@ def test_a_header_of_an_array_is_believed_in_nothing(tmp_path, name):
     npz(tmp_path / "x.npz", header(), LIES[name])
     tracemalloc.start()
     try:
-        with pytest.raises(FileError, match=r"x\.npz: is no \.npz file of plain arrays"):
+        with pytest.raises(FileError, match=r"x\.npz: is not an \.npz file of plain arrays"):
             NpzArrays(tmp_path / "x.npz")
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
@@ -239,7 +239,7 @@ def test_the_size_of_a_member_of_an_archive_is_not_believed_either(tmp_path):
     entry = content.index(b"PK\1\2") + 24
     size = int.from_bytes(content[entry : entry + 4], "little") - 8 + values
     file.write_bytes(content[:entry] + size.to_bytes(4, "little") + content[entry + 4 :])
-    with pytest.raises(FileError, match=r"is no \.npz file of plain arrays"):
+    with pytest.raises(FileError, match=r"is not an \.npz file of plain arrays"):
         NpzArrays(file)
 
 
@@ -255,7 +255,7 @@ def test_names_of_arrays_are_those_of_numpy_and_each_is_there_once(tmp_path):
             values = original.read("a.npy")
         archive.writestr("a.npy", values)
         archive.writestr("a", values)
-    with pytest.raises(FileError, match=r"is no \.npz file of plain arrays"):
+    with pytest.raises(FileError, match=r"is not an \.npz file of plain arrays"):
         NpzArrays(tmp_path / "y.npz")
 
 
@@ -272,7 +272,7 @@ def test_a_file_whose_values_are_cut_off_is_refused_when_they_are_used(tmp_path)
     content = bytearray((tmp_path / "x.npz").read_bytes())
     content[500] ^= 255
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(FileError, match=r"x\.npz: is no \.npz file of plain arrays"):
+    with pytest.raises(FileError, match=r"x\.npz: is not an \.npz file of plain arrays"):
         NpzArrays(tmp_path / "x.npz")["x"]
 
 

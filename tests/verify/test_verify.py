@@ -413,7 +413,7 @@ def test_wrong_inputs_are_said_with_what_the_file_wants(stack_file):
     model, _ = stack()
     with pytest.raises(
         InputError,
-        match=r"model\.onnx: input 'x': is float \[3, 4\], and the model wants float \[2, 4\]",
+        match=r"model\.onnx: input 'x': is float \[3, 4\], but the model requires float \[2, 4\]",
     ):
         htp_export.verify(model, stack_file, (x(3, 4),))
     with pytest.raises(InputError, match="takes 1 inputs, and the call has 0 tensors"):

@@ -298,9 +298,9 @@ def test_zeros_that_a_tool_made_are_not_taken_for_the_zeros_of_another_parameter
 
 BAD = {
     '["run","0.weight"]': "there is no step 'run'",
-    '["transpose","0.weight"]': "step 'transpose' has other operands or settings",
-    '["transpose","0.weight","all"]': "step 'transpose' has other operands or settings",
-    '["concat"]': "step 'concat' has other operands or settings",
+    '["transpose","0.weight"]': "step 'transpose' has invalid operands or settings",
+    '["transpose","0.weight","all"]': "step 'transpose' has invalid operands or settings",
+    '["concat"]': "step 'concat' has invalid operands or settings",
     '["add","0.weight",true]': "there is no step True",
     "[": "it is not JSON",
     "[" * 20000: "20,000 characters|not JSON",
