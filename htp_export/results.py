@@ -1,4 +1,4 @@
-"""What public functions return, ``from htp_export.results import Profile``, and what these results have in common."""
+"""Result types of the public functions, ``from htp_export.results import Profile``, and their base."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class FileTensor(ir.TensorProtoTensor):
         return array
 
 
-def replace_with(tensor: ir.TensorProtocol, marks: Marks) -> ir.TensorProtocol | None:
+def with_mark(tensor: ir.TensorProtocol, marks: Marks) -> ir.TensorProtocol | None:
     """Return a copy of a tensor with a mark instead of its values; None for a small, external or string tensor."""
     if (
         isinstance(tensor, ir.ExternalTensor)

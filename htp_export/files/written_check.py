@@ -21,7 +21,7 @@ import onnx.inliner
 import onnx_ir as ir
 
 from htp_export.errors import ResultError
-from htp_export.files.lazy_tensor import replace_with, slots
+from htp_export.files.lazy_tensor import slots, with_mark
 from htp_export.files.protobuf_bytes import Marks, graph_protos, subgraph_protos
 from htp_export.format import tags
 
@@ -133,7 +133,7 @@ def hollow_proto(copy: ir.Model) -> tuple[onnx.ModelProto, Marks, list[ir.Tensor
     """
     marks, marked = Marks(), list[ir.TensorProtocol]()
     for slot in list(slots(copy)):
-        hollow = replace_with(slot.tensor, marks)
+        hollow = with_mark(slot.tensor, marks)
         if hollow is not None:
             marked.append(slot.tensor)
             slot.put(hollow)

@@ -157,7 +157,7 @@ class Boundaries(Generic[Key]):
     def of(self, paths: Sequence[str]) -> Iterator[tuple[Key, int, bool]]:
         """The crossings of the common boundary of modules.
 
-        Each is ``(tensor, node on the other side or OUTSIDE, whether it leaves)``. Those of one
+        Each is ``(tensor, node on the other side or OUTSIDE, whether it leaves)``. Crossings of one
         module are found once: many modules may be fused with the one around them.
         """
         path = self._outermost(paths)
@@ -280,7 +280,7 @@ def _values_of(node: ir.Node) -> Sequence[ir.Value | None]:
 
 
 def given_values(model: ir.Model) -> Mapping[ir.Value | None, int]:
-    """The starts of dependence in a model: its inputs, and those of its functions."""
+    """The starts of dependence in a model: its inputs, and the inputs of its functions."""
     starts = [value for value in model.graph.inputs if not value.is_initializer()]
     for function in model.functions.values():
         starts.extend(function.inputs)
@@ -290,7 +290,7 @@ def given_values(model: ir.Model) -> Mapping[ir.Value | None, int]:
 def input_dependent_values(model: ir.Model, nodes: Iterable[ir.Node]) -> set[ir.Value]:
     """The values that depend on values of the model's inputs, not only on their sizes.
 
-    ``nodes`` are those of the model, as of ``all_nodes``.
+    ``nodes``: the nodes of the model, as of ``all_nodes``.
 
     Examples:
         >>> x = ir.val("x")

@@ -1,4 +1,4 @@
-"""How quantizers round a weight to integers: its levels, scales and zero points, so that another weight gets them, too.
+"""Rounding of weights to integers: levels, scales and zero points, as quantizers compute them.
 
 A scheme is a name and its numbers, the setting of the step ``round`` of a recipe (``docs/format.md``).
 """
@@ -20,7 +20,7 @@ _LARGEST, _MIDDLE = 127, 128  # of int8 with a symmetric range; the zero point o
 
 
 def rounded(weight: Array, scheme: list[Any]) -> Array:
-    """One part of a weight that was rounded: its levels, its scales, or its zero points.
+    """Return one part of a rounded weight: its levels, its scales or its zero points.
 
     Args:
         weight: The weight, in floats.
@@ -38,7 +38,7 @@ def rounded(weight: Array, scheme: list[Any]) -> Array:
 
 
 def rounded_bias(bias: Array, weight: Array, scheme: list[Any]) -> Array:
-    """A part of a bias in integers of 32 bits: its scale is that of the input times those of the weight.
+    """Return a part of a bias in int32; its scales are the scale of the input times the scales of the weight.
 
     Args:
         bias: The bias, in floats.
@@ -56,7 +56,7 @@ def rounded_bias(bias: Array, weight: Array, scheme: list[Any]) -> Array:
 
 
 def _linear(weight: Array, part: str, kind: str, axis: int, symmetric: int, reduced: int) -> Array:
-    """What ONNX Runtime's quantizer computes (``quant_utils.quantize_data``)."""
+    """Round as ONNX Runtime's quantizer does (``quant_utils.quantize_data``)."""
     from onnxruntime.quantization.quant_utils import compute_data_quant_params, quantize_nparray
 
     onnx_type = int(ir.DataType[kind.upper()])
@@ -88,7 +88,7 @@ def _typed(array: Any, kind: str) -> Array:
 
 
 def _channels(weight: Array, part: str, axis: int) -> Array:
-    """Symmetric integers of 8 bits, one scale for each index of an axis."""
+    """Round to symmetric int8, with one scale for each index of an axis."""
     others = tuple(place for place in range(weight.ndim) if place != axis)
     largest: Array = np.abs(weight).max(axis=others)
     scales = np.where(largest == 0, 1, largest / _LARGEST).astype(weight.dtype)
@@ -101,7 +101,7 @@ def _channels(weight: Array, part: str, axis: int) -> Array:
 
 
 def _rows(weight: Array, part: str, bits: int, size: int, symmetric: int) -> Array:
-    """Blocks of the rows of a table, each with a scale and a zero point."""
+    """Round blocks of the rows of a table, each with a scale and a zero point."""
     if bits == 4:
         return _rows_of_four_bits(weight, part, size, bool(symmetric))
     columns = weight.shape[1]
@@ -132,7 +132,7 @@ def _in_bytes(levels: Array) -> Array:
 
 
 def _rows_of_four_bits(weight: Array, part: str, size: int, symmetric: bool) -> Array:
-    """What ONNX Runtime's quantizer of tables computes; two numbers are in a byte."""
+    """Round as ONNX Runtime's quantizer of tables does; a byte contains two numbers."""
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantizer
 
     packed, scales, points = DefaultWeightOnlyQuantizer.quantize_ndarray(weight, 1, size, symmetric)
@@ -154,7 +154,7 @@ _SCHEMES: Mapping[str, Any] = {"linear": _linear, "channels": _channels, "rows":
 
 
 def linear_schemes(weight: Array, kind: str, scales: int) -> Iterator[list[Any]]:
-    """The schemes of ONNX Runtime's quantizer that give a weight so many scales, without the part."""
+    """Return the schemes of ONNX Runtime's quantizer with this number of scales, without the part."""
     axes = [NO_AXIS] if scales == 1 else []
     axes += [axis for axis, size in enumerate(weight.shape) if size == scales and size > 1]
     for axis in axes:

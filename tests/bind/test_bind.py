@@ -216,14 +216,15 @@ def test_other_types_are_converted_as_load_state_dict_does(files, kind):
     expected = stored(htp_export.bind(files[0], loaded).model)
     arrays = stored(htp_export.bind(files[0], state).model)
     assert all(same(arrays[name], expected[name]) for name in expected)
-    with pytest.raises(InputError, match="the file was made of FLOAT"):
+    with pytest.raises(InputError, match="the file was exported with FLOAT"):
         htp_export.bind(files[0], state, cast=False)
 
 
 def test_another_shape_is_refused_with_both(files):
     state = {**net(2).state_dict(), "fc.weight": torch.zeros(65, 32)}
     with pytest.raises(
-        InputError, match=r"'fc.weight' has shape \[65, 32\], and the file was made of \[64, 32\]"
+        InputError,
+        match=r"'fc.weight' has shape \[65, 32\], and the file was exported with \[64, 32\]",
     ):
         htp_export.bind(files[0], state)
 
@@ -343,7 +344,7 @@ def test_command(files, tmp_path, capsys):
     folder = tuned(tmp_path)
     output = tmp_path / "new.onnx"
     assert main(["bind", str(files[0]), str(folder), "-o", str(output)]) == 0
-    assert "made of the new weights" in capsys.readouterr().out
+    assert "computed from the new weights" in capsys.readouterr().out
     expected = stored(files[1])
     assert all(same(array, expected[name]) for name, array in stored(output).items())
     assert (

@@ -25,10 +25,33 @@ FREE = 2
 MOST_BRANCHES = 30
 """Branches of a function, counted as in `branches`: more do not fit in a head at once."""
 
-OLD_STYLE: set[str] = set()
+OLD_STYLE: set[str] = {
+    "errors.py",
+}
 """Files whose English is still private. Rewrite one, and take it from here."""
 
-NESTED: set[str] = set()
+NESTED: set[str] = {
+    "alignment/carried_owners.py",
+    "alignment/numbering.py",
+    "alignment/origin_map.py",
+    "capabilities/bind/fitting.py",
+    "capabilities/diff/drawing.py",
+    "capabilities/forensics/investigation.py",
+    "capabilities/functions/placing.py",
+    "capabilities/partition/chain.py",
+    "capabilities/verify/file_comparing.py",
+    "capabilities/view/page/document.py",
+    "editing/flattening.py",
+    "files/data_plan.py",
+    "format/selectors.py",
+    "lineage/settling.py",
+    "model/boundaries.py",
+    "model/recipes.py",
+    "model/regions.py",
+    "model/tensor_names.py",
+    "reporting/columns.py",
+    "reporting/result.py",
+}
 """Files with a comprehension inside another one."""
 
 BRANCHED: set[str] = set()

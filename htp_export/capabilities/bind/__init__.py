@@ -1,1 +1,1 @@
-"""`bind`: the weights of another checkpoint in a file that was made of the same model, without an export"""
+"""`bind`: a new checkpoint in an exported file, also after optimisation or quantization, without an export"""

@@ -1,4 +1,4 @@
-"""Low-rank adapters that are added to the entries of a ``state_dict`` before they are bound."""
+"""Low-rank adapters, added to the entries of a ``state_dict`` before these are bound."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from htp_export.errors import InputError
 
 
 def with_adapters(fitted: Fitted, needed: Needed, adapters: Mapping[str, float]) -> Fitted:
-    """Add adapters to the weights of their layers, each so many times; computed when they are read.
+    """Add each adapter, times its factor, to the weights of its layers; the sums are computed on access.
 
     Raises:
-        InputError: An adapter is for a layer that the file does not have, has no scaling, or
-            replaces parameters as a whole.
+        InputError: A layer of an adapter is not in the file, an adapter has no scaling, or it
+            replaces whole parameters.
     """
     from htp_export.capabilities.lora.adapters import LowRank, placed, read_adapter
     from htp_export.capabilities.lora.weight_changes import require_peft
@@ -30,7 +30,7 @@ def with_adapters(fitted: Fitted, needed: Needed, adapters: Mapping[str, float])
         if adapter.parameters:
             name = next(iter(adapter.parameters))
             raise InputError(
-                f"{source}: replaces {name!r} as a whole, which cannot be added in part"
+                f"{source}: replaces the whole parameter {name!r}, and only low-rank changes can be added with a factor"
             )
         layers: dict[str, LowRank] = placed(
             adapter.source, adapter.layers, paths, "layers of the file"
@@ -46,7 +46,7 @@ def with_adapters(fitted: Fitted, needed: Needed, adapters: Mapping[str, float])
 
 
 def _added(base: ir.TensorProtocol, layer: object, scaling: float) -> ir.TensorProtocol:
-    """A weight with the product of the factors of a layer added to it."""
+    """Return a weight plus the product of a layer's two low-rank factors."""
     read = functools.partial(_sum, base, layer, scaling)
     return ir.LazyTensor(read, base.dtype, ir.Shape(base.shape.numpy()), name=base.name)
 

@@ -53,7 +53,7 @@ def bind_command(
 
 
 def _adapter(typed: str) -> tuple[str, float]:
-    """An adapter and its factor, 1 where none is typed."""
+    """Parse ``PATH=FACTOR``; the factor is 1 by default."""
     name, equals, factor = typed.rpartition("=")
     if not equals:
         return typed, 1.0

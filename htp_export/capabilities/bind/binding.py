@@ -1,4 +1,4 @@
-"""`bind`: the stored tensors of a file, made once more of the entries of another ``state_dict``."""
+"""`bind`: the stored tensors of a file, computed again from the entries of another ``state_dict``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_NAMED = 3
 
 
 class LazyArrays(Mapping[str, Array]):
-    """Initializer → its new array, which is computed each time it is read."""
+    """Initializer → its new array, computed on each access."""
 
     def __init__(self, tensors: Mapping[str, ir.TensorProtocol]) -> None:
         self._tensors = tensors
@@ -52,12 +52,12 @@ class Bound(TaggedResult):
     """The result of `htp_export.bind`.
 
     Attributes:
-        tensors: Number of stored tensors that are made of the new weights.
+        tensors: Number of stored tensors with new values.
         bytes: Their size.
-        missing: Entries of which the file was made, and that the weights do not have.
-        unexpected: Entries of the weights of which nothing in the file was made.
-        unbound: Entry → why what was made of it keeps its old values.
-        notes: What was changed on the way, and what stays that belongs to the old weights.
+        missing: Entries that the file was exported from and that are not in the weights.
+        unexpected: Entries of the weights that no tensor of the file depends on.
+        unbound: Entry → the reason why the tensors that depend on it keep their old values.
+        notes: Conversions and renamings of entries, and constants that still belong to the old weights.
         arrays: Initializer → new array, computed when it is read, as ONNX Runtime's
             ``add_external_initializers`` and TensorRT's ``Refitter`` take them.
         recipes: Initializer → how it is made of entries.
@@ -79,16 +79,16 @@ class Bound(TaggedResult):
         """The result in one line."""
         left = len(self.unbound)
         kept = f"; entries that are not bound: {left:,}" if left else ""
-        return f"{many(self.tensors, 'tensor')} made of the new weights{kept}"
+        return f"{many(self.tensors, 'tensor')} computed from the new weights{kept}"
 
     def map(self, form: MapFormat = "recipes") -> dict[str, Any]:
-        """The stored tensors by name, for programs that put weights into an engine themselves.
+        """Return a map of the stored tensors, for programs that load weights into an engine themselves.
 
         Args:
             form: ``"recipes"``: initializer → its recipe (``docs/format.md``). ``"tensorrt"``:
-                initializer → the entries of which it is made; `arrays` has the values for
-                ``Refitter.set_named_weights``. ``"safetensors"``: initializer → entry, for those
-                that are an entry as it is.
+                initializer → the entries that it depends on; `arrays` has the values for
+                ``Refitter.set_named_weights``. ``"safetensors"``: initializer → entry, for
+                initializers that are equal to an entry.
 
         Raises:
             InputError: There is no such form.
@@ -115,15 +115,15 @@ def bind(
     cast: bool = True,
     check: tuple[Any, ...] | None = None,
 ) -> Bound:
-    """Put the weights of another checkpoint into a file that was made of the same model.
+    """Load the weights of another checkpoint of the same model into an exported file.
 
     The file may have been optimised, quantized, pruned, cut or renamed since its export: every
-    stored tensor has a recipe that says how it was made of the ``state_dict``, and is made once
-    more in the same way. It then is, bit for bit, what a new export of the new weights and the same
-    steps would hold; or its entries are in ``unbound``, with the reason.
+    stored tensor has a recipe, the steps by which it was computed from the ``state_dict``, and these
+    are repeated. The tensor is then equal, bit for bit, to that of a new export of the new weights
+    and the same steps; or its entries are in ``unbound``, with the reason.
 
-    Ranges of activations that were measured, masks of pruning and other constants belong to the old
-    weights, and stay; ``notes`` say so.
+    Measured ranges of activations, masks of pruning and other constants belong to the old weights
+    and stay; ``notes`` list them.
 
     Thread-safe, also for calls on the same model.
 
@@ -140,7 +140,7 @@ def bind(
             file with it, as `htp_export.verify` does.
 
     Returns:
-        The model with the new weights, and what could not be bound.
+        The model with the new weights, and the entries that could not be bound.
 
     Raises:
         InputError: With ``strict``, an entry is missing, has another shape, or cannot be bound; no
@@ -156,7 +156,7 @@ def bind(
         >>> tuned = {name: 2 * tensor for name, tensor in net.state_dict().items()}
         >>> bound = htp_export.bind(half, tuned)
         >>> bound.summary, sorted(bound.arrays)
-        ('2 tensors made of the new weights', ['0.bias', '0.weight'])
+        ('2 tensors computed from the new weights', ['0.bias', '0.weight'])
         >>> bool((bound.arrays["0.bias"] == tuned["0.bias"].half().numpy()).all())
         True
     """
@@ -189,7 +189,7 @@ def bind(
 def _made(
     needed: Needed, fitted: Fitted
 ) -> tuple[dict[ir.Value, ir.TensorProtocol], dict[str, str]]:
-    """The new tensors, and the reasons for those that cannot be made, by entry."""
+    """Return the new tensors, and for each entry that cannot be bound the reason."""
     tensors: dict[ir.Value, ir.TensorProtocol] = {}
     unbound: dict[str, str] = {}
     for value, recipe in needed.recipes.items():
@@ -205,10 +205,10 @@ def _made(
 
 
 def _why_not(value: ir.Value, recipe: Recipe, names: list[str], fitted: Fitted) -> str:
-    """The reason why a stored tensor cannot be made; empty if it can."""
+    """Return the reason why a stored tensor cannot be computed; empty if it can."""
     if not is_exact(recipe):
         assert isinstance(recipe, list)
-        return f"initializer {value.name!r} was made in a way that cannot be repeated: {recipe[-1]}"
+        return f"initializer {value.name!r} was computed in a way that cannot be repeated: {recipe[-1]}"
     for name in names:
         if name in fitted.unfit:
             return f"{name!r} {fitted.unfit[name]}"
@@ -218,7 +218,7 @@ def _why_not(value: ir.Value, recipe: Recipe, names: list[str], fitted: Fitted) 
 
 
 def _differing(value: ir.Value, recipe: Recipe, tensors: Mapping[str, ir.TensorProtocol]) -> str:
-    """The reason why entries that the file has once differ now; empty if they are equal, or there are none."""
+    """Return the reason if entries that share one stored tensor differ in the new weights; otherwise empty."""
     if not isinstance(recipe, list):
         return ""
     if recipe[0] == "equal":
@@ -227,23 +227,21 @@ def _differing(value: ir.Value, recipe: Recipe, tensors: Mapping[str, ir.TensorP
             remade(value.const_value, recipe, tensors).numpy()
         except InputError:
             listed = " and ".join(map(repr, dict.fromkeys(parameters_in(recipe))))
-            return (
-                f"{listed} were equal at the export, so that the file has them once, and differ now"
-            )
+            return f"{listed} were equal at the export and share one tensor of the file; they differ now"
     return next(
         filter(None, (_differing(value, each, tensors) for each in operands_of(recipe))), ""
     )
 
 
 def _refuse(fitted: Fitted, unbound: Mapping[str, str]) -> None:
-    """Refuse weights of which not every stored tensor can be made."""
+    """Refuse weights from which some stored tensor cannot be computed."""
     if fitted.missing:
         listed = ", ".join(map(repr, fitted.missing[:_MOST_NAMED]))
         more = f" and {len(fitted.missing) - _MOST_NAMED} more" * (
             len(fitted.missing) > _MOST_NAMED
         )
         raise InputError(
-            f"the weights have no {listed}{more}, of which the file was made; strict=False keeps the old values"
+            f"the weights have no {listed}{more}, that the file was exported from; strict=False keeps the old values"
         )
     if unbound:
         name, why = next(iter(unbound.items()))
@@ -263,7 +261,9 @@ def _result(
     notes = list(fitted.notes)
     masked = sum(_has_step(needed.recipes[value], "masked") for value in tensors)
     if masked:
-        notes.append(f"{many(masked, 'tensor')} keep the zeros of the old weights (prune)")
+        notes.append(
+            f"{many(masked, 'tensor')} keep the zeros that prune chose for the old weights"
+        )
     ranges = sum(node.op_type == "QuantizeLinear" for node in tagged.nodes)
     if ranges:
         notes.append(
@@ -289,7 +289,7 @@ def _has_step(recipe: Recipe, word: str) -> bool:
 
 
 def _check(module: Any, args: tuple[Any, ...], tagged: TaggedModel) -> None:
-    """Refuse a file of which a module differs from the one in PyTorch."""
+    """Refuse a file with a module that differs from the one in PyTorch."""
     from htp_export.capabilities.verify.verifying import verify
 
     found = verify(module, tagged.model, args=args)

@@ -1,4 +1,4 @@
-"""The entries of a ``state_dict`` under the names, shapes and types that the parameters of a model have."""
+"""Entries of a ``state_dict``, with the names, shapes and types of the model's parameters."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _LAYOUT = frozenset(
 
 @dataclass(frozen=True)
 class Needed:
-    """The entries of the ``state_dict`` of which the stored tensors of a model are made.
+    """The entries of the ``state_dict`` that the stored tensors of a model depend on.
 
     Attributes:
         recipes: Initializer → its recipe, without constants.
         names: The entries in these recipes, in order.
-        kinds: Entry → its type at the export, where a stored tensor shows it.
-        declared: Parameter → its module and shape, as the file has them.
+        kinds: Entry → its type at the export, if a stored tensor has this type.
+        declared: Parameter → its module and shape in the file's metadata.
         modules: The paths of the modules.
     """
 
@@ -57,11 +57,11 @@ class Needed:
         return cls(recipes, tuple(names), _kinds(recipes), tagged.declared or {}, modules)
 
     def may_be_buffer(self, name: str, tensor: ir.TensorProtocol) -> bool:
-        """Whether an entry is a counter of a module, as that of a BatchNorm, with which nothing is computed."""
+        """Whether an entry can be a counter such as BatchNorm's ``num_batches_tracked``, which no node reads."""
         return not tensor.dtype.is_floating_point() and name.rpartition(".")[0] in self.modules
 
     def same_as(self, name: str) -> list[str]:
-        """The other names of a parameter that several modules hold."""
+        """Return the other names of a parameter that several modules share."""
         if name not in self.declared:
             return []
         first = self.declared[name].first
@@ -74,14 +74,14 @@ class Needed:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The entries that a model needs, as far as there are any.
+    """The entries that a model needs, as far as the weights have them.
 
     Attributes:
         tensors: Entry → tensor, in the type that the parameter had at the export.
         missing: Needed entries that the weights do not have.
-        unexpected: Entries of the weights that no parameter and no stored tensor of the model has.
-        unfit: Entry → why it cannot be used: its shape, or its type.
-        notes: What was changed on the way, a sentence each.
+        unexpected: Entries of the weights that are no parameter of the model.
+        unfit: Entry → the reason why it cannot be used: its shape or its type.
+        notes: Conversions and renamings of entries, one sentence each.
     """
 
     tensors: Mapping[str, ir.TensorProtocol]
@@ -96,7 +96,7 @@ def _is_constant(recipe: Recipe) -> bool:
 
 
 def _kinds(recipes: Mapping[ir.Value, Recipe]) -> dict[str, ir.DataType]:
-    """The types of the entries that stored tensors have unchanged but for their layout."""
+    """Return the types of entries that are stored in their own type, in any layout."""
     kinds: dict[str, ir.DataType] = {}
     for value, recipe in recipes.items():
         has_type = _keeps_type(recipe) or _are_scales(recipe)
@@ -106,7 +106,7 @@ def _kinds(recipes: Mapping[ir.Value, Recipe]) -> dict[str, ir.DataType]:
 
 
 def _are_scales(recipe: Recipe) -> bool:
-    """Whether a recipe makes the scales of a matrix that was rounded block by block: they have its type."""
+    """Whether a recipe computes scales of blocks of a matrix; scales have the type of the matrix."""
     if not isinstance(recipe, list) or recipe[0] != "quantize":
         return False
     return bool(recipe[-1][0] == "scales") and all(map(_keeps_type, operands_of(recipe)))
@@ -138,14 +138,14 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
         shape = tuple(tensor.shape.numpy())
         if declared is not None and shape != declared.shape:
             unfit[name] = (
-                f"has shape {list(shape)}, and the file was made of {list(declared.shape)}"
+                f"has shape {list(shape)}, and the file was exported with {list(declared.shape)}"
             )
             continue
         wanted = needed.kinds.get(name, _usual(tensor.dtype))
         if tensor.dtype == wanted:
             tensors[name] = tensor
         elif not cast:
-            unfit[name] = f"is {tensor.dtype.name}, and the file was made of {wanted.name}"
+            unfit[name] = f"is {tensor.dtype.name}, and the file was exported with {wanted.name}"
         else:
             tensors[name] = converted(tensor, wanted)
             casts[tensor.dtype, wanted] = casts.get((tensor.dtype, wanted), 0) + 1
@@ -162,12 +162,12 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
 
 
 def _usual(kind: ir.DataType) -> ir.DataType:
-    """The type of a parameter of which no stored tensor shows the type: that of most models."""
+    """Return the assumed type of a parameter that no stored tensor has in its own type: float32."""
     return ir.DataType.FLOAT if kind.is_floating_point() else kind
 
 
 def converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol:
-    """A tensor in another type, computed when it is read."""
+    """Return a tensor in another type, computed on access."""
     read = functools.partial(_converted, tensor, kind)
     return ir.LazyTensor(read, kind, ir.Shape(tensor.shape.numpy()), name=tensor.name)
 
@@ -179,12 +179,12 @@ def _converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtoco
 def _of_tied(
     named: Mapping[str, ir.TensorProtocol], needed: Needed, name: str
 ) -> ir.TensorProtocol | None:
-    """The tensor of a parameter that the weights have under the name of another module that holds it."""
+    """Return the tensor of a shared parameter that the weights contain under one of its other names."""
     return next((named[each] for each in needed.same_as(name) if each in named), None)
 
 
 def _named(entries: StateEntries, needed: Needed) -> tuple[Mapping[str, ir.TensorProtocol], str]:
-    """The entries, without one prefix that all of them have too much or too little; and a note of it."""
+    """Return the entries with a prefix removed or added if then all names fit, and a note about it."""
     wanted = [name for name in needed.names if not _has(entries.tensors, needed, name)]
     if not wanted:
         return entries.tensors, ""
@@ -200,8 +200,8 @@ def _named(entries: StateEntries, needed: Needed) -> tuple[Mapping[str, ir.Tenso
     if len(wanted) == len(needed.names):
         near = nearest_names(wanted[0], entries.tensors)
         raise InputError(
-            f"{entries.source} has none of the {len(wanted)} entries of which the file was made, "
-            f"as {wanted[0]!r}; nearest: {near}"
+            f"{entries.source} has none of the {len(wanted)} entries that the file was exported from, "
+            f"such as {wanted[0]!r}; nearest: {near}"
         )
     return entries.tensors, ""
 
@@ -213,7 +213,7 @@ def _has(named: Collection[str], needed: Needed, name: str) -> bool:
 def _renamings(
     tensors: Mapping[str, ir.TensorProtocol],
 ) -> Iterator[tuple[str, Mapping[str, ir.TensorProtocol]]]:
-    """The entries without each of the known prefixes, and with it."""
+    """Yield the entries with each known prefix removed, and with it added."""
     for prefix in _PREFIXES:
         without = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         if len(without) == len(tensors):  # otherwise two entries would have one name
@@ -225,5 +225,5 @@ def _renamings(
 def with_changes(
     fitted: Fitted, changes: Mapping[str, ir.TensorProtocol], notes: Iterable[str]
 ) -> Fitted:
-    """The same with other tensors for some entries."""
+    """Return a copy with other tensors for some entries."""
     return replace(fitted, tensors={**fitted.tensors, **changes}, notes=(*fitted.notes, *notes))

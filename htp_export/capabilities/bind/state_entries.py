@@ -1,4 +1,4 @@
-"""The entries of a ``state_dict`` in every form: shapes and types at once, values when they are read."""
+"""Entries of a ``state_dict`` in any form; shapes and types are read at once, values on access."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class StateEntries:
     """The entries of a ``state_dict``.
 
     Attributes:
-        source: Where they come from, for messages.
-        tensors: Name → tensor, whose values are read when they are used.
+        source: The origin of the entries, for messages.
+        tensors: Name → tensor; the values are read on access.
     """
 
     source: str
@@ -45,7 +45,7 @@ def read_entries(weights: Weights) -> StateEntries:
 
     Raises:
         FileError: A file is missing, is a pickle, or is broken.
-        InputError: ``weights`` are something else.
+        InputError: ``weights`` has another type.
     """
     if isinstance(weights, Mapping):
         return StateEntries("the state_dict", _of_mapping(weights))
@@ -92,7 +92,7 @@ def _of_path(name: str) -> StateEntries:
 
 
 def _of_packed(packed: Any, name: str) -> ir.TensorProtocol:
-    """An entry of a quantized checkpoint, in float32; matrices are dequantized when they are read."""
+    """Return an entry of a quantized checkpoint in float32; matrices are dequantized on access."""
     if name not in packed.layers:
         return ir.tensor(packed[name])
     shape = ir.Shape(packed.layers[name].shape)
@@ -100,7 +100,7 @@ def _of_packed(packed: Any, name: str) -> ir.TensorProtocol:
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, ir.TensorProtocol]:
-    """The tensors of safetensors files, which are mapped into memory."""
+    """Return the tensors of safetensors files, mapped into memory."""
     from safetensors import safe_open
 
     tensors: dict[str, ir.TensorProtocol] = {}

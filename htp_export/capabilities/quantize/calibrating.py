@@ -162,7 +162,7 @@ class Calibration:
                 )
 
     def _calibrator(self) -> Any:
-        # Without this option, percentiles are those of absolute values, also for ranges that are
+        # Without this option, percentiles are of absolute values, also for ranges that are
         # not symmetric.
         options = {"symmetric": True} if self.symmetric and self.method != MINMAX else {}
         with quietly():

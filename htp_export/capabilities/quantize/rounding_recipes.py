@@ -1,7 +1,7 @@
-"""Recipes of the integers, scales and zero points that ONNX Runtime's quantizers make of weights.
+"""Recipes of the integers, scales and zero points that ONNX Runtime's quantizers compute from weights.
 
-The quantizers do not say how they rounded a weight. It is found by its scales and zero points: each way of rounding is
-tried, and the one that gives the same numbers is recorded. Without one, the tensor is *computed*.
+The quantizers do not report how they rounded a weight. So each scheme is tried, and the one with
+equal scales and zero points is recorded. Without one, the tensor is *computed*.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENDS = {"levels": "_quantized", "scales": "_scale", "zero_points": "_zero_point
 
 
 def float_weights(graph: ir.Graph) -> Weights:
-    """The weights that a quantizer is given: name → its recipe and its numbers."""
+    """Return the weights of a graph before quantization: name → recipe and values."""
     weights: dict[str, tuple[Recipe, ir.TensorProtocol]] = {}
     for name, value in graph.initializers.items():
         tensor = value.const_value
@@ -36,7 +36,7 @@ def float_weights(graph: ir.Graph) -> Weights:
 
 
 def record_rounding(graph: ir.Graph, weights: Weights) -> None:
-    """Record how the weights of a quantized graph were rounded, where the quantizer's numbers show it."""
+    """Record the rounding of the weights of a quantized graph, if a scheme has equal results."""
     for name, (recipe, weight) in weights.items():
         parts = dict(_parts(graph, name))
         if "levels" not in parts or "scales" not in parts:
@@ -52,7 +52,7 @@ def record_rounding(graph: ir.Graph, weights: Weights) -> None:
 
 
 def _layouts(weight: ir.TensorProtocol) -> list[list[int]]:
-    """The orders of axes in which ONNX Runtime stores a weight: as it is, and turned for an LSTM."""
+    """Return the orders of axes in which ONNX Runtime stores a weight: unchanged, and transposed for an LSTM."""
     rank = len(weight.shape)
     as_it_is = list(range(rank))
     return [as_it_is, [0, 2, 1]] if rank == _OF_LSTM else [as_it_is]
@@ -63,7 +63,7 @@ _OF_LSTM = 3
 
 
 def _record(parts: Mapping[str, ir.Value], recipe: Recipe, scheme: list[Any], array: Array) -> None:
-    """Record how the parts of a weight were made; scales of an LSTM have an axis more."""
+    """Record the recipes of the parts of a weight; scales of an LSTM have one more axis."""
     for part, value in parts.items():
         tensor = value.const_value
         assert tensor is not None
@@ -75,7 +75,7 @@ def _record(parts: Mapping[str, ir.Value], recipe: Recipe, scheme: list[Any], ar
 
 
 def record_biases(graph: ir.Graph, weights: Weights) -> None:
-    """Record how biases were rounded to 32 bits, with the scales of the input and of the weight of their operator."""
+    """Record the rounding of biases to int32, by the scales of the input and of the weight of their operator."""
     for node in graph:
         if node.op_type != "DequantizeLinear" or len(node.inputs) < 2:
             continue
@@ -96,7 +96,7 @@ def record_biases(graph: ir.Graph, weights: Weights) -> None:
 
 
 def _weight_and_input(node: ir.Node) -> tuple[Recipe, list[Any]] | None:
-    """The recipe of the weight of an operator, and the scheme of its bias: the scale of the input, and the weight's."""
+    """Return the recipe of the weight of an operator, and the scheme of its bias."""
     makers = [None if value is None else value.producer() for value in node.inputs[:2]]
     if any(maker is None or maker.op_type != "DequantizeLinear" for maker in makers):
         return None
@@ -112,7 +112,7 @@ def _weight_and_input(node: ir.Node) -> tuple[Recipe, list[Any]] | None:
 
 
 def record_ranges(graph: ir.Graph, measured: Iterable[str]) -> None:
-    """Record that the scales and zero points of measured tensors are of no weight: they stay for other weights."""
+    """Record scales and zero points of measured tensors as constants: they do not depend on weights."""
     for name in measured:
         for end in (_ENDS["scales"], _ENDS["zero_points"]):
             value = graph.initializers.get(f"{name}{end}")
@@ -134,7 +134,7 @@ def _parts(graph: ir.Graph, name: str) -> Iterator[tuple[str, ir.Value]]:
 
 
 def _shape_of(part: str, array: Array, scheme: list[Any]) -> tuple[int, ...]:
-    """The shape in which a part of a weight is rounded."""
+    """Return the shape in which a part of a weight is rounded."""
     if part == "levels":
         return array.shape
     axis = scheme[2]
@@ -146,7 +146,7 @@ _SAMPLED = 4
 
 
 def _scheme(array: Array, parts: Mapping[str, ir.Value]) -> list[Any] | None:
-    """The way of rounding that gives a weight the levels, scales and zero points that it has."""
+    """Return the scheme whose results are equal to the levels, scales and zero points of a weight."""
     tensors = {part: value.const_value for part, value in parts.items()}
     levels, scales = tensors["levels"], tensors["scales"]
     assert levels is not None
@@ -171,7 +171,7 @@ def _scheme(array: Array, parts: Mapping[str, ir.Value]) -> list[Any] | None:
 
 
 def _is_same(array: Array, other: Array) -> bool:
-    """Whether two arrays have the same numbers, whatever their shapes."""
+    """Whether two arrays have equal values in order, in any shapes."""
     if array.size != other.size or array.dtype != other.dtype:
         return False
     return bool((array.reshape(-1) == other.reshape(-1)).all())

@@ -1,6 +1,6 @@
 """The result of a capture: calls of modules, operations that PyTorch ran, and their tensors.
 
-Operations are those of the exporter's own first graph (ONNX nodes before any optimisation under
+Operations belong to the exporter's own first graph (ONNX nodes before any optimisation under
 dynamo, traced ATen operations under TorchScript), where each belongs to exactly one call. Tensors
 are identified by any hashable key.
 """
@@ -183,7 +183,7 @@ def arguments_by_name(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The arguments of a ``forward`` by parameter name; those of ``*args`` are ``args.0``, ...
+    """The arguments of a ``forward`` by parameter name; values of ``*args`` are ``args.0``, ...
 
     Examples:
         >>> arguments_by_name(lambda x, *rest, mask=None: x, (1, 2, 3), {"mask": 4})
