@@ -187,7 +187,7 @@ class InputError(HtpExportError):
 
 
 class FileError(InputError):
-    """A file cannot be read or written; ``problem`` is the reason and what to do."""
+    """A file cannot be read or written; ``problem`` is the reason and the remedy."""
 
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
         name = os.fspath(path)
@@ -240,7 +240,7 @@ class UnknownModuleError(InputError, KeyError):
 
 
 class SelectorError(InputError):
-    """A selector is invalid, or matches nothing; ``problem`` is the reason and what to do."""
+    """A selector is invalid, or matches nothing; ``problem`` is the reason and the remedy."""
 
     def __init__(self, pattern: str, problem: str) -> None:
         super().__init__(f"selector {pattern!r}: {problem}")
@@ -248,7 +248,7 @@ class SelectorError(InputError):
 
 
 class RuleError(InputError):
-    """The rule of a plan with this selector cannot be applied; ``problem`` is the reason and what to do."""
+    """The rule of a plan with this selector cannot be applied; ``problem`` is the reason and the remedy."""
 
     def __init__(self, selector: str, problem: str) -> None:
         super().__init__(f"rule {selector!r}: {problem}")
@@ -302,7 +302,7 @@ class OpenDimensionError(InputError):
     Args:
         names: The dimensions at fault: names, ``x: 1`` for one without a name, ``x: all`` for a
             whole shape.
-        problem: The reason and what to do.
+        problem: The reason and the remedy.
     """
 
     def __init__(self, names: Iterable[str], problem: str) -> None:

@@ -25,9 +25,7 @@ FREE = 2
 MOST_BRANCHES = 30
 """Branches of a function, counted as in `branches`: more do not fit in a head at once."""
 
-OLD_STYLE: set[str] = {
-    "errors.py",
-}
+OLD_STYLE: set[str] = set()
 """Files whose English is still private. Rewrite one, and take it from here."""
 
 NESTED: set[str] = {
