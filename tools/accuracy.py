@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""By how much outputs change when a model is rewritten: what stands in docs/accuracy.md.
+"""Differences of outputs after a model is rewritten: the table of docs/accuracy.md.
 
     python tools/accuracy.py            # all rows, as a table
     python tools/accuracy.py --only fp16 int8

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What tagging costs: time and memory of exports, and the time of repair on a large graph.
+"""Time and memory of exports with tags, of repair on a large graph, and of the other capabilities.
 
     python tools/benchmark.py export           # paired against torch.onnx.export, in one process
     python tools/benchmark.py export --models bert --exporter torchscript --pairs 9

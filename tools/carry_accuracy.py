@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How many nodes of files that others exported get their true owners from `carry`: the tables of docs/evidence.md.
+"""Accuracy of the owners that `carry` finds for files of other exporters: the tables of docs/evidence.md.
 
     python tools/carry_accuracy.py torch            # torch.onnx.export's files, and what tools make of them
     python tools/carry_accuracy.py transformers     # files of transformers.exporters, without fusions and with them

@@ -1,4 +1,4 @@
-"""Casts that mixed precision by module takes: what ``quantize`` inserts beside what ModelOpt's AutoCast does.
+"""Number of casts of mixed precision by module: ``quantize`` beside ModelOpt's AutoCast.
 
     pip install nvidia-modelopt onnx-graphsurgeon onnxconverter-common   # for the column of AutoCast
     python tools/casts.py

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What optimisers make of the same files: nodes, time, memory, tags, exactness; and latency.
+"""Comparison of optimisers on the same files: nodes, time, memory, tags, exactness and latency.
 
     python tools/compare_tools.py                      # every model, both exporters, every tool
     python tools/compare_tools.py --size narrow BERT-base    # the same nodes, small weights

@@ -1,4 +1,4 @@
-"""What precisions cost and save: bytes of files, latency and error of a model in one precision, by plan, and by NNCF.
+"""Size, latency and error of compressed models: in one precision, by plan, and by NNCF.
 
 A row is one way to make one model smaller. Every row is made, and then measured, in processes of their own, since a
 quantizer or ONNX Runtime may crash, or need more memory than there is; a row that failed says why. Rows are appended

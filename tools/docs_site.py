@@ -1,4 +1,4 @@
-"""What the site that MkDocs builds from docs/ has beside its pages: the README, the help of the commands, the gallery.
+"""Additions of the MkDocs site to the pages of docs/: the README, the help of the commands, the gallery.
 
     pip install ".[docs]" && mkdocs build --strict
     pip install ".[docs,view]" && HTP_GALLERY=yes mkdocs build --strict    # minutes: four models are exported

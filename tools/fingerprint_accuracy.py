@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How often `htp_export.fingerprint` names the right family, over models of transformers with random weights.
+"""Accuracy of `htp_export.fingerprint` over models of transformers with random weights.
 
     python tools/fingerprint_accuracy.py export --folder models/   # write the files, by each exporter that can, once
     python tools/fingerprint_accuracy.py score --folder models/    # the table of docs/fingerprint.md

@@ -1,4 +1,4 @@
-"""What ``optimize --level fused`` does to the time of a file: ``tools/benchmark.py fused`` runs it.
+"""Latency of files after ``optimize --level fused``; ``tools/benchmark.py fused`` runs it.
 
 Each model is exported under dynamo and optimised. Both files are loaded in one process for one thread, with all of
 ONNX Runtime's own optimisations, and run in turn on the same inputs, in pairs; the control is the exported file loaded

@@ -1,4 +1,4 @@
-"""What `tools/fuzz.py` does to a model: one to three faults at random, in its bytes or in its fields.
+"""Random faults for `tools/fuzz.py`: one to three in the bytes or the fields of a model.
 
 Every fault is one that has been seen in files, or that a file from elsewhere may have.
 """

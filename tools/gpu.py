@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What runs on a GPU: profiles of BERT by module, in fp32 and fp16, memory, placement; as Markdown for docs/profile.md.
+"""Profiles of BERT by module on a GPU, in fp32 and fp16, memory, and placement; as Markdown for docs/profile.md.
 
     python tools/gpu.py                            # BERT-base on CUDA; needs onnxruntime-gpu
     python tools/gpu.py --provider dml --length 128

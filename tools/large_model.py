@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What cutting up a model of more than 2 GB costs: time, and peak memory of a process of its own.
+"""Time and peak memory of extract, splice and partition on a model of more than 2 GB.
 
     python tools/large_model.py                  # 2.4 GB of weights in 12 layers, in 4 stages
     python tools/large_model.py extract splice   # these alone

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Channels of every kind of model cut out, held against PyTorch: what stands in docs/prune.md.
+"""Channels removed from every kind of model, compared with PyTorch: the table of docs/prune.md.
 
     python tools/prune_models.py                  # all models, as a table
     python tools/prune_models.py --only resnet lstm

@@ -1,4 +1,4 @@
-"""How processor time grows with the size of a graph: synthetic tagged models, wide and deep, through every command."""
+"""Processor time of every command by size of the graph: synthetic tagged models, wide and deep."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Export many architectures with torch, transformers.exporters and htp_export: what stands in docs/models.md.
+"""Export many architectures with torch, transformers.exporters and htp_export: the table of docs/models.md.
 
     python tools/sweep.py --results sweep.jsonl                       # the whole sweep; started again, it resumes
     python tools/sweep.py --results sweep.jsonl --only gpt2 timm/     # these alone, if they are not done

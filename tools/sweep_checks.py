@@ -1,4 +1,4 @@
-"""What happens when one architecture is exported: by torch, by transformers' exporters, and by `htp_export`.
+"""The checks of one exported architecture: by torch, by transformers' exporters, and by `htp_export`.
 
 Modules are held against PyTorch by ``tests/truth.py``, which runs both and compares tensors, and never asks how the
 tags were made.

@@ -1,4 +1,4 @@
-"""The architectures of the sweep, and what its general shrinker cannot guess of some of them."""
+"""The architectures of the sweep, and settings that the general shrinker cannot guess."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What other tools do to module tags, and what `htp_export.carry` brings back: the tables of docs/tool_tables.md.
+"""Module tags after other tools, and after `htp_export.carry`: the tables of docs/tool_tables.md.
 
     python tools/tool_table.py                             # all models, both exporters, all tools; about ten minutes
     python tools/tool_table.py --models bert --tools onnxslim onnxsim

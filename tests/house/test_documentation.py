@@ -189,3 +189,11 @@ def test_a_page_runs_as_it_stands_in_a_folder_of_its_own(page, tmp_path, forked,
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     failed = run(page, tmp_path)
     assert not failed, failed
+
+
+def test_the_page_of_the_tools_lists_every_script():
+    listed = set(
+        re.findall(r"\b(\w+)\.py\b|tools\.(\w+)", (ROOT / "tools" / "README.md").read_text())
+    )
+    names = {first or second for first, second in listed}
+    assert names == {path.stem for path in (ROOT / "tools").glob("*.py")}
