@@ -109,6 +109,15 @@ def test_sizes_taken_elsewhere_keep_their_owners():
     assert same(model, changed, x=array(2, 6))
 
 
+def test_a_size_with_two_new_axes_keeps_its_rank():
+    """``Gather`` of a vector of one index has one axis; a size that gets two has to keep its ``Unsqueeze``."""
+    graph = """(float[n, 3] x) => (int64[1, 1] y) { [a] s = Shape (x) [a] n = Gather (s, first)
+        [a] y = Unsqueeze (n, both) }"""
+    model = tagged(graph, first=np.int64(0), both=np.int64([0, 1]))
+    changed = rewritten(model, "simplify_shape_chains", x=array(2, 3))
+    assert ops(changed) == ["Shape", "Gather", "Unsqueeze"]
+
+
 def test_tensors_of_equal_size_are_not_taken_for_one_another():
     graph = """(float[n, 3] x, float[n, 4] z) => (float a, float b, float c) { [embed] h = Neg (x) hs = Shape (h)
         hn = Gather (hs, i0) a = ConstantOfShape (hn) [block] g = Neg (z) [block] gs = Shape (g)

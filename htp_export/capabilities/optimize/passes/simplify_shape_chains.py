@@ -57,6 +57,9 @@ class SimplifyShapeChains(NodePass):
         index = self.known.contents(gather.inputs[1])
         if index is None or index.ndim or self.known.rank(gather.inputs[0]) != 1:
             return False
+        # The Gather of a vector of one index has one axis; an Unsqueeze may add more.
+        if self.known.rank(node.outputs[0]) != 1:
+            return False
         indices = integers(node, [index.item()], "index")
         replace(node, [ir.node("Gather", [gather.inputs[0], indices], {"axis": 0})])
         return True
