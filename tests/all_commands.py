@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.lora.test_lora import adapter, factors
@@ -35,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "prune": "FILE --rule first=0.5 -o out.onnx",
     "sensitivity": "FILE --precision int8 --select first",
     "search": "FILE --choices int8 --trials 2 --select first",
+    "bind": "FILE WEIGHTS -o out.onnx",
     "lora insert": "FILE first -o out.onnx",
     "lora fuse": "FILE ADAPTER -o out.onnx",
     "run": "onnxoptimizer FILE -o out.onnx",
@@ -70,8 +72,14 @@ def companions(folder: Path) -> dict[str, str]:
     part, steps = folder / "part.onnx", folder / "steps.yaml"
     htp_export.export(nn.Linear(32, 32).eval(), (torch.randn(2, 32),), part, verbose=False)
     steps.write_text("[optimize, compare]", encoding="utf-8")
+    save_file(example()[0].state_dict(), folder / "weights.safetensors")
     made = adapter(folder, "adapter", factors(example()[0], ["first"], 4, 1), 8)
-    return {"PART": str(part), "STEPS": str(steps), "ADAPTER": str(made)}
+    return {
+        "PART": str(part),
+        "STEPS": str(steps),
+        "ADAPTER": str(made),
+        "WEIGHTS": str(folder / "weights.safetensors"),
+    }
 
 
 def arguments(command: str, files: dict[str, Any]) -> list[str]:

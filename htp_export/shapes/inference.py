@@ -337,6 +337,9 @@ class Inference(Known):
             return False
         [value] = operation.outputs
         self._contents[value] = contents
+        if self._shapes[value] is None:
+            # There are operators with a rule for contents, but none for shapes.
+            self._shapes[value] = self._settled(value, contents.shape)
         del self._arrays[value]  # the array is computed from the contents
         return True
 

@@ -646,8 +646,10 @@ WRONG: list[tuple[str | list[str], str]] = [
     ),
     (
         "lora adapter net.onnx nowhere -o a.onnx_adapter",
-        "htp-export lora insert adds inputs for them to its linear layers",
+        "lora.insert adds inputs for them to its linear layers",
     ),
+    ("bind net.onnx nowhere -o o.onnx", "nowhere"),
+    ("bind net.onnx net.onnx -o o.onnx", "net.onnx"),
     ("lora fuse net.onnx nowhere -o o.onnx", "nowhere: there is no such adapter"),
     (
         "rename net.onnx --style nosuch -o o.onnx",

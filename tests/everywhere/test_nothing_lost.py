@@ -56,6 +56,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (given / "adapter" / "adapter_config.json").write_text(
         '{"peft_type": "LORA", "r": 1, "lora_alpha": 1}'
     )
+    weights = {name: value.numpy() for name, value in net().state_dict().items()}
+    save_file(weights, given / "weights.safetensors")
     (given / "shapes.json").write_text('{"input": [2, 32]}')
     (given / "plan.json").write_text('{"0": "int8-dynamic"}')
     (given / "sparsity.json").write_text('{"0": 0.5}')
@@ -110,6 +112,9 @@ FUNCTIONS: dict[str, Callable[[Path, Path], Any]] = {
     "TaggedModel.save named": lambda given, out: htp_export.load(given / "net.onnx").save(
         out, f"{out.name}.data"
     ),
+    "bind": lambda given, out: htp_export.bind(
+        given / "net.onnx", given / "weights.safetensors", out
+    ),
     "carry": lambda given, out: htp_export.carry(given / "net.onnx", given / "net.onnx", out),
     "embed_map": of_file(htp_export.embed_map),
     "extract": of_file(htp_export.extract, "0"),
@@ -147,6 +152,7 @@ NAMES = {"view": "out.html", "export_plan": "out.json", "lora.adapter": "out.onn
 ARGUMENTS = {
     **MODELS,
     **OTHERS,
+    "bind": "FILE GIVEN/weights.safetensors",
     "lora fuse": "FILE GIVEN/adapter",
     "lora adapter": "GIVEN/lora.onnx GIVEN/adapter",
     "prune": "FILE GIVEN/sparsity.json",

@@ -19,6 +19,7 @@ ENTRY = "import torch\n\ndef net():\n    return torch.nn.Linear(4, 4), torch.one
 
 # Each command that writes, without -o; FILE is an ONNX file with its weights beside it.
 MODELS = {
+    "bind": "FILE weights.safetensors",
     "carry": "FILE FILE --shapes shapes.json",
     "export": "--entry {net}:net",
     "extract": "FILE 0",
@@ -46,7 +47,7 @@ OTHERS = {
     "view": "FILE --no-explorer",
 }
 SOURCES = ["{net}.py", "data.npz", "factors.safetensors", "net.onnx.data", "page.html", "plan.json", "shapes.json",
-           "steps.yaml"]  # fmt: skip
+           "steps.yaml", "weights.safetensors"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"base_model.model.0.lora_A.weight": np.ones((1, 32), np.float32)},
         folder / "factors.safetensors",
     )
+    weights = {name: value.numpy() for name, value in net.state_dict().items()}
+    save_file(weights, folder / "weights.safetensors")
     return folder
 
 
@@ -126,12 +129,13 @@ def test_a_file_of_the_kind_that_is_written_is_replaced(folder, command):
     ("command", "output"),
     [("carry", "shapes.json"), ("export", "{net}.py"), ("pipeline", "steps.yaml"), ("pipeline", "data.npz"),
      ("lora fuse", "factors.safetensors"), ("quantize", "data.npz"), ("extract", "net.onnx.data"),
-     ("splice", "other.onnx"), ("quantize --plan-for", "plan.json")],
+     ("splice", "other.onnx"), ("quantize --plan-for", "plan.json"), ("bind", "weights.safetensors")],
 )  # fmt: skip
 def test_what_is_read_is_not_replaced_by_force_either(folder, capsys, command, output):
     before, output = contents(folder), output.replace("{net}", f"net_{folder.name}")
     assert run(folder, command, output, "--force") == 2
-    assert f"{output}: is read" in (error := capsys.readouterr().err) or "would replace" in error
+    error = capsys.readouterr().err
+    assert f"{output}: is an input of this command" in error or "would replace" in error
     assert contents(folder) == before
 
 
@@ -172,10 +176,11 @@ def test_python_functions_refuse_what_they_read(folder):
     uses = {
         "data.npz": lambda file: htp_export.quantize("net.onnx", {"0": "int8"}, file, data=file),
         "steps.yaml": lambda file: htp_export.pipeline(file, "net.onnx", file),
+        "weights.safetensors": lambda file: htp_export.bind("net.onnx", file, file),
         "factors.safetensors": lambda file: htp_export.lora.fuse("net.onnx", file, file),
     }
     for file, use in uses.items():
-        with pytest.raises(FileError, match="is read"):
+        with pytest.raises(FileError, match="is an input of this command"):
             use(file)
     assert listing(folder) == before
 

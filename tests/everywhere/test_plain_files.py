@@ -14,7 +14,18 @@ from htp_export.command.main import main
 from htp_export.errors import UntaggedModelError
 from tests.all_commands import COMMANDS, NAMES, arguments, companions, example
 
-EXACT = ("functions", "tap", "steer", "rename", "quantize", "sensitivity", "search", "run", "carry")
+EXACT = (
+    "functions",
+    "tap",
+    "steer",
+    "rename",
+    "quantize",
+    "sensitivity",
+    "search",
+    "run",
+    "carry",
+    "bind",
+)
 """Commands that need exact tags; for the others, torch's scopes are enough."""
 
 

@@ -215,7 +215,7 @@ class TestRefused:
     def test_pickles(self, source):
         for file in source.glob("*.safetensors*"):
             file.unlink()
-        assert "has no model.safetensors" in self.refused(source)
+        assert "contains neither model.safetensors" in self.refused(source)
         torch.save({}, source / "pytorch_model.bin")
         said = self.refused(source)
         assert said.startswith(

@@ -400,7 +400,7 @@ def test_what_is_not_known_is_an_error_that_says_what_to_give():
         theirs = torch.onnx.export(net, (x,), dynamo=True, verbose=False)
     assert theirs is not None
     with pytest.raises(
-        InputError, match=r"not known of which model .* give verify\(model, program, args\)"
+        InputError, match=r"cannot find the nn\.Module .* give verify\(model, program, args\)"
     ):
         htp_export.verify(theirs)
     with pytest.raises(

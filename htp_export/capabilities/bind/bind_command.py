@@ -36,7 +36,7 @@ def bind_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Put the weights of another checkpoint into a file, without an export.
+    """Load the weights of another checkpoint into a file.
 
     The file may have been optimised, quantized, pruned, cut or renamed since.
     """

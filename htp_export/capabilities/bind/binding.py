@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -160,7 +161,7 @@ def bind(
         >>> bool((bound.arrays["0.bias"] == tuned["0.bias"].half().numpy()).all())
         True
     """
-    check_target(output)
+    check_target(output, reads=_files_read(weights, adapters))
     if check is not None and not hasattr(weights, "forward"):
         raise InputError("check runs the module that has the weights: give an nn.Module as weights")
     tagged = read_for_change(model)
@@ -184,6 +185,19 @@ def bind(
     if output is not None:
         write_model(tagged.model, output, True if external else None)
     return bound
+
+
+def _files_read(weights: Weights, adapters: Mapping[str, float] | None) -> list[Path]:
+    """Return the files of a checkpoint and of adapters, which the output must not replace."""
+    from htp_export.capabilities.lora.adapters import files_of
+
+    files: list[Path] = []
+    for source in (weights, *(adapters or ())):
+        if isinstance(source, str | os.PathLike):
+            path = Path(source)
+            is_index = path.name.endswith(".index.json")
+            files.extend(files_of(path.parent if is_index else path))
+    return files
 
 
 def _made(

@@ -43,7 +43,7 @@ def cost_command(
     fused: Annotated[bool, "Estimated savings by fusing each module."] = False,
     nodes: Annotated[bool, "With --csv, a line for each node."] = False,
 ) -> None:
-    """Count the parameters, FLOPs, bytes and peak memory of every module.
+    """Count parameters, FLOPs, bytes and memory of every module.
 
     The model is an ONNX file, which is not run, or a PyTorch model, which need not be exportable.
     """

@@ -279,6 +279,10 @@ def _remove_parts(changed: TaggedModel, parts: Sequence[Cut]) -> dict[ir.Value, 
 
 def _remove_unused_inputs(graph: ir.Graph, optional: Iterable[ir.Value]) -> None:
     """Remove inputs with a default value, such as factors of adapters, that nothing uses now."""
+    for value in optional:
+        if not value.uses() and not value.is_graph_output():
+            graph.inputs.remove(value)
+            graph.initializers.pop(str(value.name), None)
 
 
 def _outermost(tagged: TaggedModel, path: str) -> tuple[int, ...]:

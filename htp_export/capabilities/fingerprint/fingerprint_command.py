@@ -12,7 +12,7 @@ PLACE = ("Look", 7)
 
 
 def fingerprint_command(file: FileArgument, as_json: JsonOption = False) -> None:
-    """Show the kind of network, the evidence for it, and its repeated blocks."""
+    """Show the kind of network, evidence for it, and its blocks."""
     from htp_export.capabilities.fingerprint.families import fingerprint
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
