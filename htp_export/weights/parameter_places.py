@@ -140,6 +140,9 @@ def owners_within(owners: Sequence[str], within: Sequence[str]) -> tuple[str, ..
 
 _MOST_BITS = 8  # of the elements of a quantized tensor
 
+_ROUNDING = ("quantize", "round", "round_bias")
+"""Steps with the levels, the scales or the zero points of a weight; the setting begins with this part."""
+
 _WORDS = {
     "transpose": "transposed",
     **dict.fromkeys(("reshape", "squeeze", "unsqueeze"), "reshaped"),
@@ -147,7 +150,7 @@ _WORDS = {
     **dict.fromkeys(("cast", "narrow"), "cast"),
     **dict.fromkeys(("slice", "take"), "sliced"),
     "concat": "joined",
-    "quantize": "quantized",
+    **dict.fromkeys(_ROUNDING, "quantized"),
     "masked": "masked",
 }
 """Step of a recipe → its word for the operation on a parameter; other steps compute with it."""
@@ -234,7 +237,14 @@ class _Stored:
         """Whether it may be one of several tensors of one parameter, such as levels and scales."""
         if not isinstance(self.recipe, list):
             return False
-        return self.recipe[0] in ("computed", "quantize") and bool(self.parameters)
+        return self.recipe[0] in ("computed", *_ROUNDING) and bool(self.parameters)
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether its recipe is of the scales or zero points of a rounded weight."""
+        if not isinstance(self.recipe, list) or self.recipe[0] not in _ROUNDING:
+            return False
+        return bool(self.recipe[-1][0] != "levels")
 
 
 @cache
@@ -336,8 +346,10 @@ class ParameterPlaces:
                 quantized.add(stored.parameters)
         for stored in self._stored.values():
             is_vector = len(stored.tensor.shape) < 2 and not stored.tensor.dtype.is_integer()
-            if stored.is_computed and is_vector and stored.parameters in quantized:
-                stored.is_weight = False  # the scales of a quantized weight
+            is_scale = stored.is_computed and is_vector and stored.parameters in quantized
+            if is_scale or stored.is_scale:
+                stored.is_weight = False
+                continue
             if stored.is_weight or not stored.is_computed:
                 self._place_by_recipe(stored)
 
