@@ -54,6 +54,7 @@ class ProvedOwners:
         self._alignment, self._scopes, self._holders = alignment, scopes, holders
         self._before, self._after = alignment.before, alignment.after
         self._numbers = alignment.numbers
+        # Original nodes that do not depend on the inputs of a node are not evidence for its owner.
         self._works = []
         for node, work in zip(self._after.nodes, replaced_nodes(alignment), strict=True):
             nodes, among = self._dependent(node, work.nodes), self._dependent(node, work.among)
@@ -100,22 +101,26 @@ class ProvedOwners:
         by_weight: Mapping[int, Owned],
         names: NameScopes,
     ) -> dict[int, Owned]:
-        """The owners of open nodes, by weights or else by names; unknown without proof.
+        """The owners of open nodes, those without proof by structure; unknown if nothing proves one.
+
+        A weight proves its module. A name is only a hypothesis, which `_by_name` tests against the
+        owners of the neighbours. Open neighbours count with their own hypotheses; those without
+        any are left out, since an unknown owner contradicts nothing.
 
         ``first``: The owners of all nodes by structure.
         """
         modules = {index: self._module_by_name(index, names) for index in open_nodes}
-        paths = {index: entry.paths for index, entry in enumerate(first)}
+        assumed = {index: entry.paths for index, entry in enumerate(first)}
         for index in open_nodes:
-            del paths[index]
+            del assumed[index]
             module = modules[index]
             if index in by_weight:
-                paths[index] = by_weight[index].paths
+                assumed[index] = by_weight[index].paths
             elif module is not None:
-                paths[index] = (module,)
+                assumed[index] = (module,)
         owners: dict[int, Owned] = {}
         for index in open_nodes:
-            evident = by_weight.get(index) or self._by_name(index, modules[index], paths)
+            evident = by_weight.get(index) or self._by_name(index, modules[index], assumed)
             owners[index] = evident or _unknown(self._candidates(index))
         return owners
 

@@ -111,7 +111,11 @@ class UnnamedAlignment(Alignment):
         return similar[0].outputs[0]
 
     def _match_originals(self, value: int, match: NumericMatch, reason: str) -> None:
-        """Match a value with the originals that have its numbers."""
+        """Match a value with the originals of equal contents, all of one tensor if it is their concatenation.
+
+        Parts are a fact about contents. They are recorded even if `match` refuses the first part
+        as a counterpart.
+        """
         number, originals = self.numbers.number, match.originals
         if not match.joined and not match.same_shape:
             originals = self._in_chain(value, originals)

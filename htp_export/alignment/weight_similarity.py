@@ -25,6 +25,12 @@ _LARGEST = 0.3
 _MARGIN = 3.0
 """Factor by which the error of the next original has to be larger, so that a match is unique."""
 
+_LEAST_OF_FACTS, _MARGIN_OF_FACTS = 1e-3, 4
+"""The least relative error for which facts of arrays are compared, and a factor: facts differ less than elements do."""
+
+_SMALLEST = 1e-30
+"""Root mean square of an array of zeros, so that errors can be relative to it."""
+
 _AMPLIFIED = 4.0
 """Factor from the outputs' error to that of other tensors: later layers may reduce an error."""
 
@@ -228,11 +234,19 @@ class Originals:
         return scaled or self._joined(array) or self._cut_out(array)
 
     def _near(self, array: Array, limit: float) -> Iterator[tuple[float, _Original, bool]]:
-        """Originals near an array in any layout: error, original, and whether the layout is the same."""
+        """Find the originals whose relative error is within a limit, in any layout.
+
+        Yields the error, the original, and whether its layout is that of the array.
+        """
         entries = self._by_size.get((_is_whole(array), array.size), [])
-        mine, scale = _facts(array), max(limit, 1e-3) * 4
+        mine = _facts(array)
+        # Facts do not depend on the layout, and are compared first: this is cheap. The range is
+        # much wider than the limit, so that sums in another order exclude no near original.
+        tolerated = max(limit, _LEAST_OF_FACTS) * _MARGIN_OF_FACTS
         for entry in entries:
-            if (np.abs(entry.facts - mine) <= scale * max(entry.facts[1], 1e-30)).all():
+            _, root_mean_square, _ = entry.facts
+            size = max(root_mean_square, _SMALLEST)
+            if (np.abs(entry.facts - mine) <= tolerated * size).all():
                 error, same = _error_in_any_layout(array, entry, limit)
                 if error <= limit:
                     yield error, entry, same and entry.shape == array.shape

@@ -254,7 +254,10 @@ class TorchScript:
         return TorchScriptCapture(self.names, self.model, root)
 
     def run(self, export: Callable[[], Any]) -> Any:
-        """Export with torch's call of the model; if it fails, again with the user's own call."""
+        """Export with torch's call of the model; if it fails, again with the user's own call.
+
+        torch calls the traced model with flattened, positional arguments, which some models refuse.
+        """
         turn_attention_fast_path_off(self._changes)
         keep_training_modes(self._changes, self.model)
         hold_collection(self._changes)
@@ -264,11 +267,13 @@ class TorchScript:
             raise
         except Exception as error:
             refusal = error
+            # None if there is nothing else to try: the failed call was the user's own, or complete.
             before = self.capture.root.before
             if before is None:
                 raise
         before.put_back()
         strict = self.capture.strict
+        # With the error of the first attempt, the capture calls the model as the user did.
         self.capture = self._new_capture(described(refusal))
         self.capture.strict = strict
         try:
@@ -277,7 +282,7 @@ class TorchScript:
             raise
         except Exception as error:
             refusal.add_note(
-                f"htp_export: called as the arguments were given, it fails too: {described(error)}"
+                f"htp_export: a call with the original arguments fails, too: {described(error)}"
             )
             raise refusal from error
 

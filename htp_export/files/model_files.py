@@ -346,6 +346,7 @@ def _write_files(
             )
         put_notes(copy.metadata_props, own, shared)
         _write(copy, new_file, plan.target if checked else None)
+        # Data files that are removed or replaced; `obsolete` runs when the new files are complete.
         gone = {plan.data.resolve()}
 
         def obsolete() -> list[Path]:
@@ -356,7 +357,8 @@ def _write_files(
 
         data = [Move(new_data, plan.data, plan.free, like=plan.target)] if moved else []
         work.commit(in_safe_order(Move(new_file, plan.target), data), obsolete)
-    if moved and plan.data.is_symlink():  # it may have been copied to another file system
+    if moved and plan.data.is_symlink():
+        # The target of the link may be on another file system, where the data are a copy.
         moved[0][1].file.note()
     for slot, _ in moved:
         if slot.external and Path(slot.path).resolve() in gone:

@@ -170,19 +170,26 @@ def step(word: str, *parts: Any) -> Recipe:
 
 
 def _simplified(word: str, operands: Sequence[Any], setting: Sequence[Any]) -> Recipe | None:
-    """Return a simpler recipe that replaces a step; None if there is none."""
+    """Return a simpler recipe that replaces a step; None if there is none.
+
+    Earlier rules come first: an operand that cannot be computed again matters more than its zeros.
+    """
+    # Without parameters, the result is a constant: "add" of two constants is ["constant"].
     if all(next(parameters_in(operand), None) is None for operand in operands):
         computed = [operand for operand in operands if _is_step(operand, "computed")]
         return computed[0] if computed else CONSTANT
+    # A step on a tensor that cannot be computed again cannot be repeated either.
     for operand in operands:
         reason = _why_not_exact(operand)
         if reason:
             return _computed(operands, reason)
     if not any(_is_step(operand, "masked") for operand in operands):
         return None
+    # Zeros that pruning wrote stay outermost: "cast" of ["masked", "w"] is ["masked", ["cast", "w", ...]].
     if _FORMS[word].keeps_zeros:
         unmasked = [operand[1] if _is_step(operand, "masked") else operand for operand in operands]
         return ["masked", [word, *unmasked, *setting]]
+    # A tensor that is pruned again is masked once; its zeros are read from the tensor itself.
     if word == "masked":
         masked: Recipe = operands[0]
         return masked

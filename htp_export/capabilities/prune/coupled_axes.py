@@ -313,6 +313,14 @@ def _sizes_of_group(node: ir.Node, shapes: Symbolic) -> tuple[int, int]:
 
 
 def _grouped_convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
+    """The channels of the input and of the result of a convolution with groups.
+
+    A group maps axes to (repetitions, adjacent indices) of a channel. The weight of ``Conv`` is
+    (out, in / group, ...), that of ``ConvTranspose`` (in, out / group, ...). With 2 groups, 4
+    inputs and 6 outputs, a weight of ``Conv`` has shape (6, 2, ...): its axis 0 has 3 outputs of
+    each group side by side, and each index of its axis 1 is an input of both groups. So an index
+    of axis 1 can only be cut with one input of each group: inputs 0 and 2, or 1 and 3.
+    """
     group = node.attributes.get_int("group", 1)
     read, computed = _sizes_of_group(node, shapes)
     if not read or not computed:
@@ -323,6 +331,7 @@ def _grouped_convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     results: list[Axis] = [(y, 1)] if bias is None else [(y, 1), (bias, 0)]
     is_transposed = node.op_type == "ConvTranspose"
+    # Depthwise, or one output for each group: whole groups are cut.
     if is_cut_by_groups(node, shapes):
         rows = read if is_transposed else computed
         inputs = {(x, 1): (1, read), (weight, 0): (1, rows)}

@@ -326,7 +326,11 @@ class Coupling:
         self._mark(axis, returned.max(axis=1), node)
 
     def _choose(self, node: ir.Node, spread: Array, axes: Sequence[Axis]) -> int:
-        """The axis of a split that has the channels: the first one along which labels differ."""
+        """Return the position of the axis, among those that a Reshape splits one into, with the channels.
+
+        An axis that already has labels is taken. Otherwise, each axis along which labels differ can
+        have the channels; `couple` tries these in turn, by ``alternatives`` and ``choices``.
+        """
         for position, axis in enumerate(axes):
             if axis in self.labels:
                 return position

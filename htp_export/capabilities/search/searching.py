@@ -252,7 +252,12 @@ def _prompts(
 def _measure_plans(
     work: SearchWork, shared: SharedStudy, first: int, trials: int, report: Callable[[int], None]
 ) -> None:
-    """Measure the enqueued plans, plans next to the front, and plans of the sampler."""
+    """Measure the enqueued plans, plans next to the front, and plans of the sampler.
+
+    ``work`` measures all enqueued plans, and asks the sampler for more only until a number of
+    trials is reached. With ``first``, the number of plans that are enqueued at the start, it
+    measures enqueued plans alone.
+    """
     shared.work(work.measured, first, report)
     refined_trials = round(_BEFORE_SAMPLER * trials)
     tried: list[Decision] = []

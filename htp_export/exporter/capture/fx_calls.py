@@ -187,15 +187,21 @@ class FxCalls:
     # --- the FX graph -----------------------------------------------------------------------------
 
     def mark_bodies(self, program: Any) -> None:
-        """Write the call on each node of the bodies in a program that was just exported."""
+        """Write the running call on the nodes inside higher-order operators of an exported program.
+
+        A body is a graph that such an operator runs: a branch of ``cond``, the body of ``scan``.
+        Its nodes are traced apart, so their calls are found by their stack traces. Nodes without
+        an equal stack trace belong to the call that runs the operator, the holder of the body.
+        """
         for holder, inner in nodes_in_bodies(program.graph_module).items():
             call_of_holder = self.of_node(holder)
             traces = [node.meta.get("stack_trace") for node in inner]
             call_by_trace = self.bodies.calls(call_of_holder, traces)
             for node in inner:
                 if node.meta.get("nn_module_stack"):
-                    continue
+                    continue  # torch named its module itself
                 call = call_by_trace.get(node.meta.get("stack_trace") or "", NO_CALL)
+                # A node that the capture saw already has the exact call.
                 node.meta.setdefault(self.call_key, call_of_holder if call == NO_CALL else call)
 
     def write_stacks(self, program: Any, hierarchy: Hierarchy) -> None:
