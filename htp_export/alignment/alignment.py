@@ -411,7 +411,7 @@ class Alignment:
         return moves(node.op) and self.numbers.current(self.counterpart[node.outputs[0]]) == number
 
     def _only_moves(self, node: int) -> bool:
-        """Whether an original node moves numbers only, as a reduction over dimensions of size 1."""
+        """Whether an original node only moves elements, like a reduction over axes of size 1."""
         old = self.before.nodes[node]
         if old.op not in _REDUCTIONS:
             return moves(old.op, views=True)
@@ -484,7 +484,7 @@ class Alignment:
         return any(not moves(self.before.nodes[node].op) for node in between or ())
 
     def _computed(self, value: int) -> int:
-        """The number of the tensor before the layout operators that produce an original value."""
+        """The value number of the tensor before the layout operators that produce an original value."""
         maker = self.before.maker[value]
         while maker != NOTHING:
             node = self.before.nodes[maker]

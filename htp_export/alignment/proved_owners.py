@@ -398,7 +398,7 @@ class ProvedOwners:
     def _ends_quantized(self, index: int) -> bool:
         """Whether a node dequantizes the result of a node that computes with integers.
 
-        It belongs to that node then.
+        Such a node has the owner of the node that computes.
         """
         node = self._after.nodes[index]
         maker = self._after.maker[node.inputs[0]]

@@ -221,7 +221,7 @@ class _Call:
         return by_head.permute(1, 2, 0, 3)
 
     def _padded(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """A mask as numbers to add (True means masked), with visible keys that the module adds."""
+        """Return an additive mask, also of a boolean one (True: masked), with the keys that the module appends."""
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
         added = (self.attention.bias_k is not None) + bool(self.attention.add_zero_attn)

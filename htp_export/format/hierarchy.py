@@ -138,7 +138,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
     @classmethod
     def from_classes(cls, classes: Mapping[str, str]) -> Hierarchy:
-        """Return the tree of modules, path → class, and of all their ancestors.
+        """Return a tree of the modules in a map from path to class, with all their ancestors.
 
         Examples:
             >>> list(Hierarchy.from_classes({"layer.0.fc": "torch.nn.modules.linear.Linear"}).classes)

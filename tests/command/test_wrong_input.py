@@ -388,7 +388,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "view net.onnx -o nowhere/p.html",
         "nowhere/p.html: cannot be written: its folder does not exist: nowhere",
     ),
-    ("view net.onnx --netron --overlay dtype", "each do another thing; give one of them"),
+    ("view net.onnx --netron --overlay dtype", "exclude each other; choose one"),
     ("view net.onnx --measure speed -o p.html", "nothing measures 'speed'; there are time, cost"),
     (
         "view nowhere.onnx --overlay error --measure time,cost",

@@ -315,7 +315,7 @@ def _detach(graph: ir.Graph, old: ir.Value, part: Cut) -> ir.Value:
 
 
 def _refuse_shared_results(tagged: TaggedModel, part: Cut) -> None:
-    """Raise an `InputError` if a result is shared: it cannot be replaced for one module alone."""
+    """Raise an `InputError` if other modules also own the node of a result: it cannot be replaced for one."""
     for value in part.outputs.values():
         producer = value.producer() if _is_own(tagged, part, value) else None
         if producer is None:

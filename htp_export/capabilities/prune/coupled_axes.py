@@ -296,7 +296,7 @@ def _einsum(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 
 
 def is_cut_by_groups(node: ir.Node, shapes: Symbolic) -> bool:
-    """Whether a convolution loses whole groups, as each has one channel on a side.
+    """Whether a convolution loses whole groups, because each has one channel on one side.
 
     Otherwise each group loses some of its channels.
     """

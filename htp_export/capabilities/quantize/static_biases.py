@@ -79,7 +79,7 @@ def fit_biases(graph: ir.Graph, scales_of: Callable[[ir.Node], int]) -> dict[str
         fitting = bias_shape(node, shape, scales)
         if fitting is None:
             unfit[str(node.name)] = (
-                f"its shape is {list(shape)}, and ONNX Runtime has a scale for {scales} numbers"
+                f"its shape is {list(shape)}, and ONNX Runtime has {scales} scales for it"
             )
         elif fitting != shape:
             node.replace_input_with(_PLACE, _in_shape(graph, bias, tensor, fitting))

@@ -111,7 +111,7 @@ def _of_tensors(call: ModuleCall, listed: list[ir.Value | None]) -> list[ir.Valu
 def _in_order(
     call: ModuleCall, values: Sequence[ir.Value | None], inputs: tuple[Pair, ...]
 ) -> PairedCall:
-    """Pair the outputs of a call with as many tensors of the file, in order."""
+    """Pair the outputs of a call with tensors of the file by position; their numbers are equal."""
     pairs = []
     for position, (array, value) in enumerate(zip(call.outputs, values, strict=True)):
         if array is not None and value is not None:

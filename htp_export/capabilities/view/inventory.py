@@ -210,7 +210,7 @@ class Inventory:
 
 
 def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False) -> Inventory:
-    """Collect all data of a drawing; its default name is that of the graph.
+    """Collect all data of a drawing; its default name is the name of the graph.
 
     Weights are loaded for statistics only. A model without tags is one module, the root, which owns
     every node.

@@ -113,7 +113,7 @@ def view_command(
     from htp_export.files.text_files import write_text
 
     if sum((overlay is not None, netron, serve)) > 1:
-        raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
+        raise InputError("--overlay, --netron and --serve exclude each other; choose one")
     kinds = measured_kinds(measure or ())
     given = runs_on(data, dims, model.shapes if model.is_file else None)
     results: list[Any] = [path for path in (profile, cost, verify) if path is not None]

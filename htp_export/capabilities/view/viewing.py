@@ -311,7 +311,7 @@ def measured(
 
 
 def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
-    """The measures in results and their files, with distinct keys; and the searches among them."""
+    """Return the measures of results, with distinct keys, and the results that are searches."""
     measures: dict[str, Measure] = {}
     searches = []
     for result in results:

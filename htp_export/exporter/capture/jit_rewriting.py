@@ -488,9 +488,9 @@ class Translation:
         self._add(numbers_of_outputs(node), result)
 
     def function(self, name: str, result: Any) -> None:
-        """Record the translation of an ``autograd.Function`` that has its own one.
+        """Record the translation of an ``autograd.Function`` that defines ``symbolic``.
 
-        torch does not report the node: they are translated in order.
+        torch does not report the node, but it translates these functions in order.
         """
         for position, (known, outputs) in enumerate(self._functions):
             if known == name:
@@ -510,9 +510,9 @@ class Translation:
             self.numbers[output] = translated.unique()
 
     def through_blocks(self, steps: Iterable[JitStep]) -> None:
-        """Record the outputs of nodes whose only block was dissolved.
+        """Record the outputs of ``autograd.Function``s without a translation.
 
-        These are ``autograd.Function``s without a translation.
+        torch replaces such a node by the nodes of its block, the traced ``forward``.
         """
         for step in steps:
             for output, inner in zip(step.outputs, step.returned, strict=bool(step.returned)):

@@ -396,7 +396,7 @@ def numbers_of_inputs(node: Any) -> tuple[int, ...]:
 
 
 def numbers_of_outputs(node: Any) -> tuple[int, ...]:
-    """The numbers of a node's outputs."""
+    """The unique ids of a node's outputs in its graph, as torch assigns them."""
     # By index: the bindings create a new iterator type for each list, at thirty times the cost of
     # one access.
     count = node.outputsSize()
