@@ -6,6 +6,7 @@
     python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
     python tools/benchmark.py run              # verify, extract and profile, against PyTorch and ONNX Runtime alone
     python tools/benchmark.py carry --nodes 20000   # tags onto a synthetic graph that an optimiser changed
+    python tools/benchmark.py bind --models bert   # new weights in a file, against an export of them
     python tools/benchmark.py fused --pairs 21 # files after `optimize --level fused`, against those before
     python tools/benchmark.py functions        # files with modules as functions, against flat ones
     python tools/benchmark.py compress --models bert --trials 20   # bytes, time and error of precisions and of a search
@@ -441,6 +442,53 @@ def run_carry(size: int) -> None:
             model.graph.node.extend(kept)
 
 
+def run_bind(name: str, exporter: str, pairs: int) -> None:
+    """``bind`` of the weights of another checkpoint, against an export of the model that has them.
+
+    Both write a file. The control is ``bind`` against itself, paired in the same way.
+    """
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    model.eval()
+    if exporter == "torchscript":
+        model = KeywordTensors(model, [*inputs])
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        file, weights = f"{folder}/model.onnx", f"{folder}/model.safetensors"
+        with contextlib.redirect_stdout(io.StringIO()):
+            write(htp_export.export, model, inputs, exporter, file)
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        save_file(state, weights)
+
+        def seconds(action: Callable[[], object]) -> float:
+            gc.collect()
+            start = time.perf_counter()
+            with contextlib.redirect_stdout(io.StringIO()):
+                action()
+            return time.perf_counter() - start
+
+        def bind() -> None:
+            htp_export.bind(file, weights, f"{folder}/bound.onnx")
+
+        def export() -> None:
+            write(htp_export.export, model, inputs, exporter, f"{folder}/exported.onnx")
+
+        seconds(bind), seconds(export)  # warm
+        found: dict[str, list[float]] = {"bind s": [], "export / bind": [], "A/A": []}
+        for index in range(pairs):
+            order = (bind, export) if index % 2 else (export, bind)
+            times = {action: seconds(action) for action in order}
+            found["bind s"].append(times[bind])
+            found["export / bind"].append(times[export] / times[bind])
+            found["A/A"].append(seconds(bind) / seconds(bind))
+    print(f"{name:8} {exporter}")
+    for label, values in found.items():
+        print(f"{'':9}" + describe(label, values), flush=True)
+
+
 def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(
@@ -453,6 +501,7 @@ def main() -> None:
             "repair",
             "run",
             "carry",
+            "bind",
             "memory",
             "functions",
             "fused",
@@ -507,6 +556,11 @@ def main() -> None:
         run_repair(given.nodes)
     elif given.what == "carry":
         run_carry(given.nodes)
+    elif given.what == "bind":
+        exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
+        for name in given.models:
+            for exporter in exporters:
+                run_bind(name, exporter, given.pairs)
     elif given.what == "functions":
         exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
         function_files.run({name: MODELS[name] for name in given.models}, exporters, given.pairs)
