@@ -43,13 +43,12 @@ def render_cost(
     """
     has_uncounted = any(module.uncounted for module in modules)
     usual = [*_USUAL, "uncounted"] if has_uncounted else _USUAL
-    usual = [*_USUAL, *(["uncounted"] if any(module.uncounted for module in modules) else [])]
     shown = chosen(cost.columns, usual if columns is None else columns)
     if columns is None and cost.shared:
         shown = [*shown, _tied(cost)]
     rows = sorted_by(modules, cost.columns, sort)
 
-    def alike(module: ModuleCost) -> Hashable:
+    def key(module: ModuleCost) -> Hashable:
         cells = (column.cell(module) for column in shown if column.name not in _OF_THE_MODEL)
         return (module.class_name, module.calls, module.nodes, *cells)
 
@@ -57,7 +56,7 @@ def render_cost(
     table = TreeTable(
         rows,
         shown,
-        alike if fold else None,
+        key if fold else None,
         partial(merged_row, most=_OF_THE_MODEL),
         flat=sort is not None,
     )

@@ -85,7 +85,9 @@ class NodeCalls:
             return True
         return any(not part.running.isdisjoint(blocks) for part in self.parts)
 
-    def others(self, paths: Collection[str], call: Instance | None = None) -> Collection[Block]:
+    def blocks_outside(
+        self, paths: Collection[str], call: Instance | None = None
+    ) -> Collection[Block]:
         """Return the blocks outside ``paths`` for which the node computes the same operations.
 
         If equal nodes of two blocks are merged into one, its result feeds both blocks: a consumer

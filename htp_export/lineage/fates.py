@@ -97,7 +97,7 @@ class FateEvidence(ABC, Generic[Key]):
         """The modules around members of a group that own a part of a fused node in the group's regions.
 
         The result of the node is a tensor of such a module. The boundary of the group alone would
-        treat it as equal work of that module, see ``NodeCalls.others``.
+        treat it as equal work of that module, see ``NodeCalls.blocks_outside``.
         """
         outermost = []
         for path in group:

@@ -2,7 +2,7 @@
 
 A tensor enters a module if a node of the module reads it and a node outside produces it. It leaves
 if a node of the module produces it, and a node outside reads it or the graph returns it. Equal work
-of two blocks that was merged into one node feeds both (`NodeCalls.others`).
+of two blocks that was merged into one node feeds both (`NodeCalls.blocks_outside`).
 
 Values depend on all values that their node and its subgraphs read: ``Shape`` and ``Size`` read no
 values, ``CastLike`` none of its second input. The node that holds a subgraph computes its inputs.
@@ -196,7 +196,7 @@ class Boundaries(Generic[Key]):
         region = {*nodes}
         for index in nodes:
             outwards = [edge for edge in self._leaving[index] if edge[1] not in region]
-            others = self.works[index].others(paths, call) if outwards else ()
+            others = self.works[index].blocks_outside(paths, call) if outwards else ()
             for key, reader in outwards:
                 if not (others and self._is_for(reader, others)):
                     yield key, reader, True

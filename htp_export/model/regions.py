@@ -331,7 +331,7 @@ class Region:
         """The tensors that leave, by order of production.
 
         A tensor that a node with several owners passes to another of them, or to its block, does
-        not leave; see ``NodeCalls.others``. A constant leaves only if the model returns it.
+        not leave; see ``NodeCalls.blocks_outside``. A constant leaves only if the model returns it.
         """
         return list(dict.fromkeys(value for value, leaves in self._crossing if leaves))
 

@@ -30,22 +30,22 @@ def likeness(
 
 
 def folded(
-    parents: Mapping[str, str | None], alike: Callable[[str], Hashable]
+    parents: Mapping[str, str | None], key: Callable[[str], Hashable]
 ) -> dict[str | None, list[list[str]]]:
     """The children of each module of a tree (None: the top level), in runs of equal siblings.
 
-    Most runs contain a single module. ``parents`` is a result of `drawn_parents`; ``alike`` returns
+    Most runs contain a single module. ``parents`` is a result of `drawn_parents`; ``key`` returns
     the properties that equal modules share, without their children.
 
     Examples:
         >>> tree = {"": None, "layer.0": "", "layer.0.fc": "layer.0", "layer.1": "", "layer.1.fc": "layer.1"}
-        >>> folded(tree, alike=lambda path: path.count("."))[""]
+        >>> folded(tree, key=lambda path: path.count("."))[""]
         [['layer.0', 'layer.1']]
     """
     below: dict[str | None, list[str]] = {None: [], **{path: [] for path in parents}}
     for path, parent in parents.items():
         below[parent].append(path)
-    identities = _identities(parents, below, alike)
+    identities = _identities(parents, below, key)
     runs: dict[str | None, list[list[str]]] = {path: [] for path in below}
     for parent, siblings in below.items():
         for path in siblings:
@@ -64,7 +64,7 @@ def folded(
 def _identities(
     parents: Mapping[str, str | None],
     below: Mapping[str | None, Sequence[str]],
-    alike: Callable[[str], Hashable],
+    key: Callable[[str], Hashable],
 ) -> dict[str, int]:
     """Number the modules so that modules with equal properties and descendants share a number."""
     numbers: dict[Hashable, int] = {}
@@ -74,48 +74,48 @@ def _identities(
         children = tuple(
             (child.removeprefix(f"{path}."), identities[child]) for child in below[path]
         )
-        identities[path] = numbers.setdefault((alike(path), children), len(numbers))
+        identities[path] = numbers.setdefault((key(path), children), len(numbers))
     return identities
 
 
-def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) -> list[list[str]]:
+def repeats(parents: Mapping[str, str | None], key: Callable[[str], Hashable]) -> list[list[str]]:
     """The runs of two or more siblings, as in `folded`, outermost first; not at the top level."""
     repeated: list[list[str]] = []
-    for parent, runs in folded(parents, alike).items():
+    for parent, runs in folded(parents, key).items():
         if parent is not None:
             repeated.extend(run for run in runs if len(run) > 1)
     return repeated
 
 
 def gathered(
-    rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], Hashable]
+    rows: Iterable[T], path: Callable[[T], str], key: Callable[[T], Hashable]
 ) -> list[tuple[str, list[T]]]:
     """Group equal rows whose paths differ in one number only; return common name and rows.
 
     Examples:
         >>> paths = ["layer.0.fc", "layer.0.act", "layer.1.fc", "layer.1.act", "layer.3.act", "head"]
-        >>> [name[:9] for name, _ in gathered(paths, path=str, alike=lambda path: path == "layer.3.act")]
+        >>> [name[:9] for name, _ in gathered(paths, path=str, key=lambda path: path == "layer.3.act")]
         ['layer.0…1', 'layer.0…1', 'layer.3.a', 'head']
     """
     listed = list(rows)
     # A row can join any group of its path with one number left out; it joins the largest.
     keys: list[list[tuple[tuple[str | None, ...], Hashable]]] = []
     for row in listed:
-        identity = alike(row)
+        identity = key(row)
         keys.append([(pattern, identity) for pattern in _without_a_number(path(row))])
     sizes = Counter(itertools.chain.from_iterable(keys))
     groups: dict[Hashable, list[T]] = {}
     patterns: dict[Hashable, Sequence[str | None]] = {}
     for number, (row, row_keys) in enumerate(zip(listed, keys, strict=True)):
         best = max(row_keys, key=sizes.__getitem__, default=None)
-        key: Hashable = best if best is not None and sizes[best] > 1 else number
-        groups.setdefault(key, []).append(row)
+        group_key: Hashable = best if best is not None and sizes[best] > 1 else number
+        groups.setdefault(group_key, []).append(row)
         if best is not None:
-            patterns[key] = best[0]
+            patterns[group_key] = best[0]
     named: list[tuple[str, list[T]]] = []
-    for key, group in groups.items():
+    for group_key, group in groups.items():
         paths = [path(row) for row in group]
-        name = paths[0] if len(group) == 1 else _together(patterns[key], paths)
+        name = paths[0] if len(group) == 1 else _together(patterns[group_key], paths)
         named.append((name, group))
     return named
 

@@ -38,14 +38,14 @@ R = TypeVar("R")
 class TreeTable(Generic[M]):
     """A table that can be printed with ``rich``. Names are drawn literally, never as markup.
 
-    Siblings that are ``alike`` are drawn once, as the row that ``merged`` returns for theirs; None
+    Siblings with equal ``key`` are drawn once, as the row that ``merged`` returns for theirs; None
     draws every module. A ``flat`` table is a list in the order of its rows, with whole paths,
     instead of a tree.
     """
 
     rows: Sequence[M]
     columns: Sequence[Column[M]]
-    alike: Callable[[M], Hashable] | None = None
+    key: Callable[[M], Hashable] | None = None
     merged: Callable[[Sequence[M]], M] = lambda rows: rows[0]
     flat: bool = False
 
@@ -100,12 +100,12 @@ class TreeTable(Generic[M]):
         from rich.text import Text
 
         rows = {row.path: row for row in self.rows}
-        alike = self.alike
+        key = self.key
         above = drawn_parents(rows)
-        if alike is None:
+        if key is None:
             below = folded(above, lambda path: path)
         else:
-            below = folded(above, lambda path: alike(rows[path]))
+            below = folded(above, lambda path: key(rows[path]))
 
         def name(path: str) -> str:
             return path.removeprefix(f"{above[path] or ''}.") or "(root)"
@@ -199,8 +199,8 @@ def render_modules(
         InputError: There is no such column.
     """
     listed = sorted_by(result.listed if rows is None else rows, result.columns, sort)
-    alike = equal_cells(result.drawn) if fold else None
-    table = TreeTable(listed, result.drawn, alike, flat=sort is not None)
+    key = equal_cells(result.drawn) if fold else None
+    table = TreeTable(listed, result.drawn, key, flat=sort is not None)
     return with_lines(table, (result.summary, *result.lines))
 
 

@@ -311,7 +311,7 @@ ONE_PLACE = {
     "what became of a module": ("lineage.fates", r"def (find_fates|fate_of)\b"),
     "boundaries of regions": ("model.boundaries", r"class Boundaries\b|OUTSIDE = "),
     # a plan has others of its own
-    "merged work at boundaries": ("model.boundaries", r".*(?<!planned)\.others\("),
+    "merged work at boundaries": ("model.boundaries", r".*\.blocks_outside\("),
     "sessions of ONNX Runtime": ("runtime.sessions", r".*\.InferenceSession\("),
     "shapes of tensors": ("shapes.symbolic", r"class Symbolic\b"),
     "hashes of what a model says": (

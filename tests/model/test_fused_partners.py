@@ -256,7 +256,7 @@ GAINS = ("blocks.0.gain", "blocks.1.gain")
 def test_the_other_blocks_of_merged_work_are_the_largest_that_are_not_around_the_module(
     owners, paths, blocks
 ):
-    others = BY_PATH.work(tuple(owners)).others(paths)
+    others = BY_PATH.work(tuple(owners)).blocks_outside(paths)
     assert {path for path in others if tags.nearest_above(path, others) is None} == set(blocks)
 
 

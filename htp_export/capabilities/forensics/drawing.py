@@ -58,9 +58,9 @@ def render_findings(result: Forensics) -> RenderableType:
 
     The line of several modules lists the nodes of the first.
     """
-    alike = gathered(result.findings, attrgetter("module"), attrgetter("kind", "fixed_by", "why"))
+    groups = gathered(result.findings, attrgetter("module"), attrgetter("kind", "fixed_by", "why"))
     table = flat_table(
-        _FINDING, [replace(findings[0], module=name) for name, findings in alike], gap=2
+        _FINDING, [replace(findings[0], module=name) for name, findings in groups], gap=2
     )
     return Group(table, Text(), *tag_note(result.tags))
 

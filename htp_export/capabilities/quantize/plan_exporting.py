@@ -84,7 +84,7 @@ class PlannedModel:
                 nodes_of[precision].append(node)
         return nodes_of
 
-    def others(self, chosen: Iterable[ir.Node]) -> list[ir.Node]:
+    def named_nodes_without(self, chosen: Iterable[ir.Node]) -> list[ir.Node]:
         """The nodes of the main graph that are not chosen, as far as they have names."""
         excluded = set(chosen)
         return [node for node in self.nodes if node not in excluded and node.name]

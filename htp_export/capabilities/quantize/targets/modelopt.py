@@ -38,7 +38,7 @@ def plan_file(planned: PlannedModel) -> TargetFile:
     chosen = [node for nodes in (*static.values(), *weights.values()) for node in nodes]
     content: dict[str, object] = {
         "quantize_mode": "int4" if weights else "int8",
-        "nodes_to_exclude": _patterns(planned.others(chosen)),
+        "nodes_to_exclude": _patterns(planned.named_nodes_without(chosen)),
         "high_precision_dtype": next(iter(high), "fp32"),
         **(_blocks(planned) if weights else {"nodes_to_quantize": _patterns(chosen)}),
     }

@@ -71,5 +71,7 @@ def _all_but(planned: PlannedModel, chosen: list[ir.Node]) -> dict[str, object]:
     It is not validated: NNCF has no nodes for constants, and renames nodes that it compressed in an
     earlier call.
     """
-    ignored = names(node for node in planned.others(chosen) if node.op_type != "Constant")
+    ignored = names(
+        node for node in planned.named_nodes_without(chosen) if node.op_type != "Constant"
+    )
     return {"names": ignored, "validate": False}

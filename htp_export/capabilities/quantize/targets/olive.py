@@ -53,7 +53,7 @@ def _pass(
         return {
             "type": "OnnxFloatToFloat16",
             "keep_io_types": True,
-            "node_block_list": names(planned.others(nodes)),
+            "node_block_list": names(planned.named_nodes_without(nodes)),
         }
     if precision.method == "weights":
         included = names(

@@ -57,9 +57,9 @@ def plan_file(planned: PlannedModel) -> TargetFile:
 
 def _arguments(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
     if precision.method == "cast":
-        return {"keep_io_types": True, "node_block_list": names(planned.others(nodes))}
+        return {"keep_io_types": True, "node_block_list": names(planned.named_nodes_without(nodes))}
     if precision.method == "weights":
-        excluded = names(planned.others(nodes))
+        excluded = names(planned.named_nodes_without(nodes))
         return {
             **block_fields(precision),
             "op_types_to_quantize": list(IN_BLOCKS),

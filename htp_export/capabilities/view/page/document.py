@@ -203,7 +203,7 @@ def _repeats(
     flops = next((measure.total for measure in measures if measure.key == "flops"), {})
     words = [measure.words for measure in measures if measure.words]
 
-    def alike(path: str) -> Hashable:
+    def key(path: str) -> Hashable:
         """The properties that equal siblings share, failures and measured words included."""
         module = inventory.modules[path]
         text = "; ".join(texts.get(path, "") for texts in words)
@@ -218,7 +218,7 @@ def _repeats(
             text,
         )
 
-    return repeats(above, alike)
+    return repeats(above, key)
 
 
 def _failures(inventory: Inventory) -> list[str]:
