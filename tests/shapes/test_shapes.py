@@ -323,3 +323,15 @@ def test_a_map_over_sequences_has_the_type_that_its_body_makes():
         ir.SequenceType(boolean),
         double,
     )
+
+
+def test_a_tensor_with_known_contents_has_their_shape():
+    """``GatherElements`` has a rule for its contents, and none for its shape."""
+    found = inferred(
+        """net (float[n] x) => (int64[a, b] y) {
+            table = Constant<value = int64[2, 3] {4, 5, 6, 7, 8, 9}>()
+            place = Constant<value = int64[2, 1] {2, 0}>()
+            found = GatherElements<axis=1>(table, place)
+            y = Neg(found) }"""
+    )
+    assert found["found"] == [2, 1]
