@@ -102,6 +102,14 @@ def check_parent(target: Path) -> None:
         raise FileError(target, f"cannot be written: {error.strerror}: {folder}") from error
 
 
+def files_of(source: str | os.PathLike[str]) -> list[Path]:
+    """Return the files of a checkpoint or an adapter: all of its folder, or of its index, or the file itself."""
+    path = Path(source)
+    if path.name.endswith(".index.json"):
+        path = path.parent
+    return sorted(path.glob("*")) if path.is_dir() else [path]
+
+
 def files_named_in(value: Any) -> Iterator[Path]:
     """Yield the existing files in an argument: a path or string, or lists and mappings of these."""
     if isinstance(value, Mapping):

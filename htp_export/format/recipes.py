@@ -245,6 +245,19 @@ def parameters_in(recipe: Recipe) -> Iterator[str]:
             yield from parameters_in(operand)
 
 
+def steps_in(recipe: Recipe) -> Iterator[list[Any]]:
+    """Iterate over the steps of a recipe, each before the steps of its operands.
+
+    Examples:
+        >>> [each[0] for each in steps_in(["masked", ["cast", "fc.weight", "float16"]])]
+        ['masked', 'cast']
+    """
+    if isinstance(recipe, list):
+        yield recipe
+        for operand in operands_of(recipe):
+            yield from steps_in(operand)
+
+
 def _depth(recipe: Recipe) -> int:
     if not isinstance(recipe, list):
         return 0

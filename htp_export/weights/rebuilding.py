@@ -12,11 +12,10 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format.recipes import CONSTANT, Recipe, is_exact, parameters_in
+from htp_export.model.graph_facts import Array
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.rounding import rounded, rounded_bias
-
-_Array = np.ndarray[Any, np.dtype[Any]]
 
 _GROWTH = 16
 """Limit of intermediate results, as a factor on the larger of stored tensor and parameters.
@@ -39,6 +38,17 @@ class Rebuilt:
     unknown: Mapping[ir.Value, str]
 
 
+def recipes_of_stored(model: ir.Model) -> dict[ir.Value, Recipe]:
+    """Return initializer → recipe, of all graphs; without constants and initializers without contents."""
+    recipes: dict[ir.Value, Recipe] = {}
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            recipe = recipe_of(value)
+            if recipe != CONSTANT and value.const_value is not None:
+                recipes[value] = recipe
+    return recipes
+
+
 def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
     """Compute the stored tensors of a model from other parameters, each when it is read.
 
@@ -51,10 +61,8 @@ def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
     """
     tensors: dict[ir.Value, ir.TensorProtocol] = {}
     unknown: dict[ir.Value, str] = {}
-    for value in [each for graph in tagged.model.graphs() for each in graph.initializers.values()]:
-        recipe = recipe_of(value)
-        if recipe == CONSTANT or value.const_value is None:
-            continue
+    for value, recipe in recipes_of_stored(tagged.model).items():
+        assert value.const_value is not None
         missing = next((name for name in parameters_in(recipe) if name not in state_dict), None)
         if not is_exact(recipe):
             unknown[value] = str(recipe[-1])  # type: ignore[index]
@@ -137,7 +145,7 @@ class _Rebuilding:
         return result
 
 
-def _array(parameter: Any) -> _Array:
+def _array(parameter: Any) -> Array:
     if isinstance(parameter, np.ndarray):
         return parameter
     if isinstance(parameter, ir.TensorProtocol):
@@ -147,14 +155,14 @@ def _array(parameter: Any) -> _Array:
     return TorchTensor(parameter.detach().cpu()).numpy()
 
 
-def _slice(array: _Array, cut: list[int]) -> _Array:
+def _slice(array: Array, cut: list[int]) -> Array:
     axis, start, end, by = cut
     where = [slice(None)] * array.ndim
     where[axis] = slice(start, end, by)
     return array[tuple(where)]
 
 
-def _quantized(array: _Array, blocks: list[Any]) -> _Array:
+def _quantized(array: Array, blocks: list[Any]) -> Array:
     """A matrix that ONNX Runtime quantizes in blocks of its columns, for ``MatMulNBits``.
 
     ``blocks``: Which result to return, bits, elements of a block, and whether it is symmetric.
@@ -173,7 +181,7 @@ def _quantized(array: _Array, blocks: list[Any]) -> _Array:
     return {"levels": levels, "scales": scales, "zero_points": zero_points}[name]
 
 
-def unpacked(array: _Array, count: int, bits: int, kind: ir.DataType) -> _Array:
+def unpacked(array: Array, count: int, bits: int, kind: ir.DataType) -> Array:
     """The first integers of each row of bytes, the low bits of a byte first.
 
     Signed integers are stored with half of their range added.
@@ -193,7 +201,7 @@ def _type(name: str) -> ir.DataType:
     return ir.DataType[name.upper()]
 
 
-def narrowed(array: _Array, to: ir.DataType) -> _Array:
+def narrowed(array: Array, to: ir.DataType) -> Array:
     """Numbers in a narrower float type.
 
     Finite numbers stay finite: masks contain the largest float, and infinity minus infinity is not
@@ -216,7 +224,7 @@ def narrowed(array: _Array, to: ir.DataType) -> _Array:
     return np.asarray(kept).astype(kind)
 
 
-def _torch_sqrt(array: _Array) -> _Array:
+def _torch_sqrt(array: Array) -> Array:
     import torch
 
     return torch.from_numpy(np.ascontiguousarray(array)).sqrt().numpy()

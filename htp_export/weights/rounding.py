@@ -6,15 +6,14 @@ A scheme is a name and its numbers, the setting of the step ``round`` of a recip
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from htp_export.format.recipes import NO_AXIS
-
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+from htp_export.model.graph_facts import Array
 
 _LARGEST, _MIDDLE = 127, 128  # of int8 with a symmetric range; the zero point of uint8
 

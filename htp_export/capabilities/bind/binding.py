@@ -16,14 +16,13 @@ from htp_export.capabilities.bind.state_entries import Weights, read_entries
 from htp_export.editing.flattening import read_for_change
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
-from htp_export.files.targets import check_target
-from htp_export.format.recipes import Recipe, is_exact, operands_of, parameters_in
+from htp_export.files.targets import check_target, files_of
+from htp_export.format.recipes import Recipe, is_exact, parameters_in, steps_in
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
 from htp_export.reporting.columns import many
+from htp_export.runtime.arrays import Array
 from htp_export.weights.rebuilding import remade
-
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 MapFormat: TypeAlias = Literal["recipes", "tensorrt", "safetensors"]
 """The forms of `Bound.map`."""
@@ -189,14 +188,10 @@ def bind(
 
 def _files_read(weights: Weights, adapters: Mapping[str, float] | None) -> list[Path]:
     """Return the files of a checkpoint and of adapters, which the output must not replace."""
-    from htp_export.capabilities.lora.adapters import files_of
-
     files: list[Path] = []
     for source in (weights, *(adapters or ())):
         if isinstance(source, str | os.PathLike):
-            path = Path(source)
-            is_index = path.name.endswith(".index.json")
-            files.extend(files_of(path.parent if is_index else path))
+            files.extend(files_of(source))
     return files
 
 
@@ -233,18 +228,16 @@ def _why_not(value: ir.Value, recipe: Recipe, names: list[str], fitted: Fitted) 
 
 def _differing(value: ir.Value, recipe: Recipe, tensors: Mapping[str, ir.TensorProtocol]) -> str:
     """Return the reason if entries that share one stored tensor differ in the new weights; otherwise empty."""
-    if not isinstance(recipe, list):
-        return ""
-    if recipe[0] == "equal":
-        assert value.const_value is not None
+    assert value.const_value is not None
+    for made in steps_in(recipe):
+        if made[0] != "equal":
+            continue
         try:
-            remade(value.const_value, recipe, tensors).numpy()
+            remade(value.const_value, made, tensors).numpy()
         except InputError:
-            listed = " and ".join(map(repr, dict.fromkeys(parameters_in(recipe))))
+            listed = " and ".join(map(repr, dict.fromkeys(parameters_in(made))))
             return f"{listed} were equal at the export and share one tensor of the file; they differ now"
-    return next(
-        filter(None, (_differing(value, each, tensors) for each in operands_of(recipe))), ""
-    )
+    return ""
 
 
 def _refuse(fitted: Fitted, unbound: Mapping[str, str]) -> None:
@@ -273,7 +266,9 @@ def _result(
     unbound: Mapping[str, str],
 ) -> Bound:
     notes = list(fitted.notes)
-    masked = sum(_has_step(needed.recipes[value], "masked") for value in tensors)
+    masked = 0
+    for value in tensors:
+        masked += any(made[0] == "masked" for made in steps_in(needed.recipes[value]))
     if masked:
         notes.append(
             f"{many(masked, 'tensor')} keep the zeros that prune chose for the old weights"
@@ -294,12 +289,6 @@ def _result(
         {str(value.name): needed.recipes[value] for value in tensors},
         model=tagged.model,
     )
-
-
-def _has_step(recipe: Recipe, word: str) -> bool:
-    if not isinstance(recipe, list):
-        return False
-    return recipe[0] == word or any(_has_step(each, word) for each in operands_of(recipe))
 
 
 def _check(module: Any, args: tuple[Any, ...], tagged: TaggedModel) -> None:

@@ -13,8 +13,8 @@ from htp_export.capabilities.bind.state_entries import StateEntries
 from htp_export.errors import InputError, nearest_names
 from htp_export.format.parameters import Declared
 from htp_export.format.recipes import Recipe, operands_of, parameters_in
-from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
+from htp_export.weights.rebuilding import recipes_of_stored
 
 _PREFIXES = ("model.", "module.", "_orig_mod.", "base_model.model.")
 """Prefixes that a wrapper puts in front of all names: transformers' heads, DataParallel, torch.compile, PEFT."""
@@ -46,12 +46,7 @@ class Needed:
     @classmethod
     def of(cls, tagged: TaggedModel) -> Needed:
         """Read the recipes of a model."""
-        recipes: dict[ir.Value, Recipe] = {}
-        for graph in tagged.model.graphs():
-            for value in graph.initializers.values():
-                recipe = recipe_of(value)
-                if value.const_value is not None and not _is_constant(recipe):
-                    recipes[value] = recipe
+        recipes = recipes_of_stored(tagged.model)
         names = dict.fromkeys(itertools.chain.from_iterable(map(parameters_in, recipes.values())))
         modules = frozenset(tagged.hierarchy)
         return cls(recipes, tuple(names), _kinds(recipes), tagged.declared or {}, modules)
@@ -89,10 +84,6 @@ class Fitted:
     unexpected: tuple[str, ...] = ()
     unfit: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-
-def _is_constant(recipe: Recipe) -> bool:
-    return isinstance(recipe, list) and recipe[0] == "constant"
 
 
 def _kinds(recipes: Mapping[ir.Value, Recipe]) -> dict[str, ir.DataType]:

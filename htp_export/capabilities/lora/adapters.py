@@ -145,12 +145,6 @@ def require_switchable(adapter: Adapter) -> None:
         )
 
 
-def files_of(source: str | os.PathLike[str]) -> list[Path]:
-    """The files of an adapter: the contents of its folder, or the file itself."""
-    path = Path(source)
-    return sorted(path.glob("*")) if path.is_dir() else [path]
-
-
 def arrays_of(layers: Mapping[str, LowRank]) -> dict[str, Array]:
     """Name of a factor, as in a PEFT checkpoint → its values."""
     arrays = {factor_name(path, "A"): layer.a for path, layer in layers.items()}

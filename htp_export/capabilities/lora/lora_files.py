@@ -14,7 +14,6 @@ import onnx_ir as ir
 from htp_export.capabilities.lora.adapters import (
     LowRank,
     arrays_of,
-    files_of,
     placed,
     read_adapter,
     require_switchable,
@@ -32,7 +31,7 @@ from htp_export.editing.flattening import read_for_change
 from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
-from htp_export.files.targets import Kind, check_target
+from htp_export.files.targets import Kind, check_target, files_of
 from htp_export.format.model_metadata import lora_modules, write_lora
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load

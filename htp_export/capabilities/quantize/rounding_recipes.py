@@ -15,14 +15,15 @@ import onnx_ir as ir
 from htp_export.capabilities.quantize.static_biases import is_bias
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, NO_AXIS, Recipe, step
+from htp_export.model.neighbours import producer_of
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
 from htp_export.weights.rounding import linear_schemes, rounded
 
 Weights = Mapping[str, tuple[Recipe, ir.TensorProtocol]]
 
-_ENDS = {"levels": "_quantized", "scales": "_scale", "zero_points": "_zero_point"}
-"""Part of a weight → the end of the name that ONNX Runtime's quantizers give it."""
+_ENDS = {"scales": "_scale", "zero_points": "_zero_point", "levels": "_quantized"}
+"""Part of a weight → the end of the name that ONNX Runtime's quantizers give it; cheap parts first."""
 
 
 def float_weights(graph: ir.Graph) -> Weights:
@@ -89,25 +90,25 @@ def record_biases(graph: ir.Graph, weights: Weights) -> None:
             continue
         recipe, (weight_recipe, scheme) = weights[name][0], source
         for part, value in (("levels", levels), ("scales", scales)):
-            tensor = value.const_value
-            if tensor is not None and tags.RECIPE not in tensor.metadata_props:
+            tensor = _without_recipe(value)
+            if tensor is not None:
                 made = step("round_bias", recipe, weight_recipe, [part, *scheme])
                 value.const_value = recorded(tensor, made)
 
 
 def _weight_and_input(node: ir.Node) -> tuple[Recipe, list[Any]] | None:
     """Return the recipe of the weight of an operator, and the scheme of its bias."""
-    makers = [None if value is None else value.producer() for value in node.inputs[:2]]
-    if any(maker is None or maker.op_type != "DequantizeLinear" for maker in makers):
+    of_input, of_weight = (producer_of(value, "DequantizeLinear") for value in node.inputs[:2])
+    if of_input is None or of_weight is None:
         return None
-    values = [maker.inputs[place] for maker, place in zip(makers, (1, 0), strict=True) if maker]
-    tensors = [None if value is None else value.const_value for value in values]
-    if values[1] is None or tensors[0] is None or tensors[1] is None or tensors[0].size != 1:
+    scale_of_input, levels = of_input.inputs[1], of_weight.inputs[0]
+    tensor = None if scale_of_input is None else scale_of_input.const_value
+    if tensor is None or tensor.size != 1 or levels is None or levels.const_value is None:
         return None
-    recipe = recipe_of(values[1])
+    recipe = recipe_of(levels)
     if not isinstance(recipe, list) or recipe[0] != "round":
         return None
-    scale = float(np.asarray(tensors[0].numpy()).reshape(())[()])
+    scale = float(tensor.numpy().item())
     return recipe[1], [scale, *recipe[-1][1:]]
 
 
@@ -116,21 +117,22 @@ def record_ranges(graph: ir.Graph, measured: Iterable[str]) -> None:
     for name in measured:
         for end in (_ENDS["scales"], _ENDS["zero_points"]):
             value = graph.initializers.get(f"{name}{end}")
-            tensor = None if value is None else value.const_value
-            if (
-                value is not None
-                and tensor is not None
-                and tags.RECIPE not in tensor.metadata_props
-            ):
+            tensor = _without_recipe(value)
+            if value is not None and tensor is not None:
                 value.const_value = recorded(tensor, CONSTANT)
 
 
 def _parts(graph: ir.Graph, name: str) -> Iterator[tuple[str, ir.Value]]:
     for part, end in _ENDS.items():
         value = graph.initializers.get(f"{name}{end}")
-        tensor = None if value is None else value.const_value
-        if value is not None and tensor is not None and tags.RECIPE not in tensor.metadata_props:
+        if value is not None and _without_recipe(value) is not None:
             yield part, value
+
+
+def _without_recipe(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Return the contents of an initializer that have no recipe yet; None if there are none."""
+    tensor = None if value is None else value.const_value
+    return None if tensor is None or tags.RECIPE in tensor.metadata_props else tensor
 
 
 def _shape_of(part: str, array: Array, scheme: list[Any]) -> tuple[int, ...]:
