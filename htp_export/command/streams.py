@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from htp_export.errors import shortened
+from htp_export.extras import is_installed, required
 from htp_export.reporting.command_words import in_commands
 
 _HANDLER = "htp_export.ascii"
@@ -189,11 +190,11 @@ def quiet_runtime() -> Iterator[None]:
 
     It writes to the stderr of the process directly. Sessions of htp_export have their own severity.
     """
-    if not isinstance(sys.stderr, _Dropping):  # --debug
+    is_debugging = not isinstance(sys.stderr, _Dropping)
+    if is_debugging or not is_installed("onnxruntime"):
         yield
         return
-    import onnxruntime
-
+    onnxruntime = required("onnxruntime")
     onnxruntime.set_default_logger_severity(_FATAL)
     try:
         yield

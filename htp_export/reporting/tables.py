@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from htp_export.errors import InputError
+from htp_export.extras import required
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.reporting.columns import MODULE, Column, names_of, record
@@ -160,10 +161,7 @@ def data_frame(
     Raises:
         InputError: If pandas is not installed.
     """
-    try:
-        import pandas
-    except ImportError as error:
-        raise InputError("to_pandas needs pandas; install it with: pip install pandas") from error
+    pandas = required("pandas", "to_pandas")
     return pandas.DataFrame(records, index=pandas.Index(index, name=name), columns=list(columns))
 
 

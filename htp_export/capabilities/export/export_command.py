@@ -17,6 +17,7 @@ from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
+from htp_export.extras import required
 from htp_export.files.folders import check_folder, new_folder
 from htp_export.files.targets import Kind, check_parent
 
@@ -64,6 +65,8 @@ def export_command(
     _check_outputs(output, model, deploy)
     deploy.check(output, model)
     graph.check()
+    if verify:
+        required("onnxruntime", "--verify")
     steps = Steps(quiet, count=2 + verify + (deploy.transformers_js is not None))
     with steps.step(f"loading {model.name}"):
         calls = _calls(model, graph, deploy, two_files, cache_names)

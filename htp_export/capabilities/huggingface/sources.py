@@ -12,6 +12,7 @@ from typing import Any
 from htp_export.capabilities.huggingface.configs import apply_overrides, nearest
 from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf
 from htp_export.errors import FileError, ModelSourceError, described
+from htp_export.extras import required
 from htp_export.files.text_files import read_json
 
 _SECONDS = 5.0
@@ -27,6 +28,9 @@ class Source:
     overrides: Mapping[str, object] = field(default_factory=dict)
     revision: str | None = None
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        required("transformers", f"loading {self.name!r}")
 
     @property
     def has_files(self) -> bool:
