@@ -17,7 +17,7 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 PROJECT_TABLE = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
 
 # Inside a process in which the packages of all extras are missing.
-IN_CORE = '''
+IN_CORE = """
 import sys
 from importlib.machinery import PathFinder
 
@@ -65,7 +65,7 @@ try:
     htp_export.huggingface.load_model("bert", random_weights=True)
 except InputError as error:
     assert 'pip install "htp-export[transformers]"' in str(error), error
-'''
+"""
 
 
 def packages_of_extras() -> set[str]:
@@ -117,7 +117,9 @@ def test_a_package_that_is_broken_is_not_said_to_be_missing(tmp_path, monkeypatc
 def test_a_missing_dependency_of_torch_is_not_a_changed_torch(tmp_path, monkeypatch):
     (tmp_path / "torch_like.py").write_text("import a_graph_library")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match="torch_like needs a_graph_library, which is not installed"):
+    with pytest.raises(
+        InputError, match="torch_like needs a_graph_library, which is not installed"
+    ):
         Patch("torch_like", "export", lambda original: original).find()
     with pytest.raises(TorchChangedError):
         Patch("torch.onnx.no_such_part", "export", lambda original: original).find()

@@ -19,6 +19,10 @@ _SECONDS = 5.0
 """Timeout of the hub: its own client retries for a minute, and then reports that there is no such model."""
 
 
+_CHECKPOINT_SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")
+"""Suffixes of files with weights alone."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A model by the name that a user passes; the fields are arguments of `load_model`."""
@@ -128,6 +132,8 @@ class Source:
 
         folder = Path(self.name)
         is_folder = folder.is_dir()
+        if not is_folder and not is_gguf(self.name):
+            self._refuse_file_name(folder)
         if is_folder and not (folder / "config.json").is_file():
             raise ModelSourceError(self.name, "the folder has no config.json")
         if self._is_path and not is_folder and not is_gguf(self.name):
@@ -143,6 +149,18 @@ class Source:
                 "is a model type and has no weights; add --random-weights (random_weights=True), "
             )
             raise ModelSourceError(self.name, problem + "or name a hub id (owner/name) or a folder")
+
+    def _refuse_file_name(self, path: Path) -> None:
+        """Refuse the name of a file, so that no public host is asked for a misspelled one."""
+        suffix = path.suffix.lower()
+        if suffix in _CHECKPOINT_SUFFIXES:
+            problem = "a checkpoint has weights and no code; name the code: --entry package.module:factory"
+            raise ModelSourceError(self.name, problem)
+        # Hub ids with a dot, such as ``owner/name-v1.5``, end in a number or have an owner.
+        has_word_suffix = suffix[1:].isalpha()
+        in_folder = self._is_path or len(path.parts) == 1 or path.parent.is_dir()
+        if has_word_suffix and in_folder and not path.exists():
+            raise FileError(path, "is missing")
 
     def _own_config(self) -> Any:
         """The config as the model has it."""
