@@ -91,7 +91,7 @@ class InsertedLora(TaggedResult, ModuleTable):
     @property
     def summary(self) -> str:
         """The result in one line."""
-        taken = f"{len(self.modules)} linear layers take adapters; "
+        taken = f"{many(len(self.modules), 'linear layer')} with inputs for adapters; "
         if self.ranges:
             return taken + f"{self.ranges} activations behind them are no longer quantized"
         return taken + "without one, the results are unchanged"
