@@ -55,6 +55,8 @@ __all__ = [
     "described",
     "first_line",
     "in_one_line",
+    "nearest_names",
+    "unknown_name",
 ]
 
 
@@ -160,11 +162,29 @@ def nearest_names(
     Examples:
         >>> nearest_names("encoder.layers.0", ["encoder.layer.0", "head"])
         ['encoder.layer.0']
+        >>> nearest_names("FP32", ["fp32", "int8"], count=1)
+        ['fp32']
     """
     if len(name) > _LONGEST_COMPARED:
         return []
     candidates = [candidate for candidate in known if len(candidate) <= _LONGEST_COMPARED]
+    for candidate in candidates:
+        if candidate.lower() == name.lower():
+            return [candidate]
     return difflib.get_close_matches(name, candidates, n=count, cutoff=cutoff)
+
+
+def unknown_name(name: object, known: Iterable[str]) -> str:
+    """Describe a name that is unknown, for a message: all known names, and the nearest one.
+
+    Examples:
+        >>> unknown_name("FP32", ["fp32", "int8"])
+        "'FP32'; there are fp32, int8; nearest: fp32"
+    """
+    names = list(known)
+    nearest = nearest_names(str(name), names, count=1)
+    listed = f"{name!r}; there are {', '.join(names)}"
+    return f"{listed}; nearest: {nearest[0]}" if nearest else listed
 
 
 class HtpExportError(Exception):

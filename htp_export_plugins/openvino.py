@@ -18,7 +18,8 @@ from htp_export.capabilities.profile.measurements import (
     consistent,
     entry_kernels,
 )
-from htp_export.errors import InputError, ToolError, in_one_line
+from htp_export.errors import ToolError, in_one_line
+from htp_export.extras import required
 from htp_export.files.model_files import write_for_tool
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import TaggedModel
@@ -71,12 +72,7 @@ class _Session:
     def __init__(
         self, model: ir.Model, name: str, options: Mapping[str, Any], temporary: Path
     ) -> None:
-        try:
-            import openvino
-        except ImportError as error:
-            raise InputError(
-                "engine 'openvino' needs OpenVINO; install it with: pip install 'htp-export[openvino]'"
-            ) from error
+        openvino = required("openvino", "engine 'openvino'")
         self._name = name
         self._nodes = list(all_nodes(model))
         try:

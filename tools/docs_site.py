@@ -1,7 +1,7 @@
 """Additions of the MkDocs site to the pages of docs/: the README, the help of the commands, the gallery.
 
     pip install ".[docs]" && mkdocs build --strict
-    pip install ".[docs,view]" && HTP_GALLERY=yes mkdocs build --strict    # minutes: four models are exported
+    pip install ".[docs,all]" && HTP_GALLERY=yes mkdocs build --strict    # minutes: four models are exported
 
 MkDocs calls the functions `on_...` (mkdocs.yml, "hooks"). The help and the gallery are made by the ``htp-export`` on
 the path, which may be installed in another environment. Links out of docs/ work on a forge and in a clone. In the

@@ -1,6 +1,6 @@
 """Check a release: that both distributions hold the same files, and that the installed wheel works by itself.
 
-    python tools/release_check.py dist                    # in an environment with the wheel of this folder and [view]
+    python tools/release_check.py dist                    # in an environment with the wheel of this folder and [all]
     python tools/release_check.py dist --clone .          # also: the sdist holds every file that git tracks
 
 ``.ci/run`` runs it before the tests' own packages are installed, so a dependency that only [test] brings is noticed.

@@ -30,6 +30,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from htp_export.command.options import Idle, check_options
 from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
+from htp_export.command.streams import has_lost_reader
 from htp_export.discovery import capability_modules, plug_ins
 from htp_export.errors import InputError, described
 from htp_export.plans.plan_options import rules_as_typed
@@ -96,6 +97,15 @@ class _Command(TyperCommand):
         check_options(self.params, typed, context.params, self.idle)
         return rest
 
+    def invoke(self, context: Any) -> Any:
+        """Run the command; it succeeds if the reader of its output needs no more, as ``| head``."""
+        try:
+            return super().invoke(context)
+        except BrokenPipeError:
+            if not has_lost_reader():
+                raise
+            return 0
+
 
 class CommandGroup(TyperGroup):
     """The program, or a command that has commands: each is created from its file when it is requested.
@@ -127,7 +137,9 @@ class CommandGroup(TyperGroup):
         return self.commands.get(name)
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
-        """Parse the arguments up to the name of a command."""
+        """Parse the arguments up to the name of a command; ``help NAME`` is ``NAME --help``."""
+        if arguments[:1] == ["help"]:
+            arguments = [*arguments[1:], "--help"]
         rest: list[str] = super().parse_args(context, arguments or ["--help"])
         return rest
 

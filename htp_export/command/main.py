@@ -16,7 +16,12 @@ from typing import Annotated
 import typer
 
 from htp_export.command.commands import CommandGroup
-from htp_export.command.streams import encodable_output, quiet_libraries, unwritten_output
+from htp_export.command.streams import (
+    encodable_output,
+    quiet_libraries,
+    quiet_output,
+    unwritten_output,
+)
 from htp_export.command.terminal import CheckFailed, error_line
 from htp_export.errors import HtpExportError, InputError, described
 from htp_export.process.interrupts import Interrupts
@@ -25,10 +30,15 @@ from htp_export.version import __version__
 
 _INTERNAL_ERROR = 3  # the exit status; 1 is a failed check, 2 is invalid input
 
+_DEBUG = ("--debug",)
+_QUIET = ("--quiet", "-q")
+_TABLES = ("--json", "--csv")
+
 app = typer.Typer(
     name="htp-export",
     cls=CommandGroup,
     help="Export PyTorch models to ONNX files whose every node knows its module.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -47,6 +57,12 @@ def _root(
         typer.Option(
             "--debug",
             help="Show tracebacks, and what libraries log; may stand after a command, too.",
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet", "-q", help="Show nothing but errors; may stand after a command, too."
         ),
     ] = False,
     version: Annotated[
@@ -77,15 +93,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status(arguments: list[str]) -> int:
     """Run a command, print the message of an error, and return the exit status."""
-    debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    debug = not set(_DEBUG).isdisjoint(arguments)
+    quiet = not set(_QUIET).isdisjoint(arguments)
+    arguments = [word for word in arguments if word not in (*_DEBUG, *_QUIET)]
     interrupts = Interrupts()
     try:
         with (
             interrupts,
             rare_collections(),
             contextlib.nullcontext() if debug else quiet_libraries(),
+            quiet_output() if quiet else contextlib.nullcontext(),
         ):
+            if quiet:
+                _check_quiet(arguments)
             status = app(args=arguments, prog_name="htp-export", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         status = interrupts.status
@@ -103,6 +123,13 @@ def _status(arguments: list[str]) -> int:
     if status == interrupts.status:  # typer may have caught the exception
         error_line(interrupts.described)
     return status if isinstance(status, int) else 0
+
+
+def _check_quiet(arguments: Sequence[str]) -> None:
+    """Refuse options that print a table beside ``--quiet``."""
+    for option in _TABLES:
+        if option in arguments:
+            raise InputError(f"{option} has no effect: --quiet shows nothing; leave it out")
 
 
 def _explained(error: Exception, debug: bool) -> tuple[str, int]:

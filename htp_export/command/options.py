@@ -17,6 +17,7 @@ import typer
 from htp_export.command.outputs import Writes
 from htp_export.command.terminal import print_json, print_text, show, split_names
 from htp_export.errors import FileError, InputError
+from htp_export.extras import required
 from htp_export.files.targets import Kind
 from htp_export.files.text_files import read_json
 from htp_export.format.bounds import number_in
@@ -141,7 +142,7 @@ MapOption: TypeAlias = Annotated[
 
 def read_providers(typed: list[str] | None) -> list[str]:
     """Return the full names of execution providers: ``cuda`` is short for ``CUDAExecutionProvider``."""
-    import onnxruntime
+    onnxruntime = required("onnxruntime", "running a model")
 
     by_lower_case: dict[str, str] = {
         provider.lower(): provider for provider in onnxruntime.get_all_providers()

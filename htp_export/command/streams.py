@@ -14,12 +14,15 @@ import io
 import logging
 import os
 import re
+import select
 import sys
 import warnings
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import TextIO
 
 from htp_export.errors import shortened
+from htp_export.extras import is_installed, required
 from htp_export.reporting.command_words import in_commands
 
 _HANDLER = "htp_export.ascii"
@@ -101,12 +104,48 @@ def unwritten_output() -> str:
     return ""
 
 
+def has_lost_reader() -> bool:
+    """Return whether stdout is a pipe whose reader has ended, as of ``| head``; the output is then dropped."""
+    if not hasattr(select, "poll"):  # Windows
+        return False
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # a stream in memory, or a closed one
+        return False
+    # A second flush would not raise: Python drops the text that it could not write.
+    poll = select.poll()
+    poll.register(descriptor, select.POLLERR)
+    if not poll.poll(0):
+        return False
+    _drop()
+    return True
+
+
 def _drop() -> None:
     """Redirect stdout to the null device: Python flushes it again at exit, and would report the error twice."""
     with contextlib.suppress(OSError, ValueError):
         null_device = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null_device, sys.stdout.fileno())
         os.close(null_device)
+
+
+_QUIET: ContextVar[bool] = ContextVar("htp_export.quiet_output", default=False)
+
+
+@contextlib.contextmanager
+def quiet_output() -> Iterator[None]:
+    """In a ``with`` block, drop the results on stdout, progress and notices; warnings and errors are shown."""
+    token = _QUIET.set(True)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        _QUIET.reset(token)
+
+
+def is_quiet() -> bool:
+    """Return whether the command runs in `quiet_output`."""
+    return _QUIET.get()
 
 
 # severities of ONNX Runtime's log: the default, and the highest; the current one cannot be read
@@ -189,11 +228,11 @@ def quiet_runtime() -> Iterator[None]:
 
     It writes to the stderr of the process directly. Sessions of htp_export have their own severity.
     """
-    if not isinstance(sys.stderr, _Dropping):  # --debug
+    is_debugging = not isinstance(sys.stderr, _Dropping)
+    if is_debugging or not is_installed("onnxruntime"):
         yield
         return
-    import onnxruntime
-
+    onnxruntime = required("onnxruntime")
     onnxruntime.set_default_logger_severity(_FATAL)
     try:
         yield

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from htp_export.command.streams import printable, terminal_stderr
+from htp_export.command.streams import is_quiet, printable, terminal_stderr
 from htp_export.errors import shortened
 from htp_export.process.progress import listening
 from htp_export.reporting.command_words import in_commands
@@ -44,6 +44,8 @@ def warning_line(message: str) -> None:
 
 def notice_line(message: str) -> None:
     """Print to stderr how a result was obtained."""
+    if is_quiet():
+        return
     print(f"htp-export: {printable(shortened(message))}", file=terminal_stderr())
 
 
@@ -101,7 +103,7 @@ class Steps:
     """Progress on stderr: the running step, its number and its time; nothing if stderr is not a terminal."""
 
     def __init__(self, quiet: bool = False, count: int = 1) -> None:
-        self._shown = terminal_stderr().isatty() and not quiet
+        self._shown = terminal_stderr().isatty() and not (quiet or is_quiet())
         self._count = count
         self._begun = 0
 

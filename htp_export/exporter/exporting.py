@@ -35,6 +35,7 @@ from htp_export.exporter.export_arguments import (
     refuse_caches,
 )
 from htp_export.exporter.export_cache import remember
+from htp_export.exporter.quiet import hide_messages, show_tree_in_notebooks
 from htp_export.process.restoring import Changes, set_variable
 
 
@@ -91,7 +92,8 @@ def export(
         args: Example positional inputs.
         f: The file to write; None to only return the model (``dynamo=True``).
         kwargs: Example keyword inputs.
-        verbose: As for ``torch.onnx.export``, like all that follow.
+        verbose: Whether torch prints its progress; without it, nothing is printed. All parameters
+            that follow are as for ``torch.onnx.export``.
         input_names: Names for the graph's inputs. With ``dynamo=False``, keyword inputs are in the
             order of ``forward``'s signature if you pass names, as in torch, and otherwise in the
             order in which you pass them.
@@ -167,11 +169,13 @@ def export(
         refuse_caches(positional, kwargs or {})
     exporter = running.wanted() or _Exporter()
     run: Run = advice_on_caches(positional, kwargs or {})(torch.onnx.export)
+    options["verbose"] = bool(verbose)  # torch's None prints a line for each step
     options["export_modules_as_functions"] = False  # a step afterwards, for both exporters
     for step in _steps_after(model, names, export_modules_as_functions):
         exporter, run = around(step, exporter, run, dynamo=uses_dynamo)
 
     def tagged(changes: Changes) -> torch.onnx.ONNXProgram | None:
+        hide_messages(changes)
         _watch(changes, entry, exporter)
         set_variable(changes, running.exporter, exporter)
         return run(model, args, f, **options)
@@ -184,6 +188,7 @@ def export(
         message = other_opset(opset_version, program.model.opset_imports.get(""))
         if message is not None:
             warnings.warn(f"{message}; torch's log says why", stacklevel=2)
+        show_tree_in_notebooks(program)
     remember(model, args, kwargs, f, program)
     return program
 

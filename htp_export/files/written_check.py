@@ -21,6 +21,7 @@ import onnx.inliner
 import onnx_ir as ir
 
 from htp_export.errors import ResultError
+from htp_export.extras import is_installed, required
 from htp_export.files.lazy_tensor import slots, with_mark
 from htp_export.files.protobuf_bytes import Marks, graph_protos, subgraph_protos
 from htp_export.format import tags
@@ -252,9 +253,11 @@ def _is_of_onnxruntime(node: onnx.NodeProto) -> bool:
 
 @functools.cache
 def _operators_of_onnxruntime() -> frozenset[str]:
-    from onnxruntime.capi import onnxruntime_pybind11_state
-
-    schemas = onnxruntime_pybind11_state.get_all_operator_schema()
+    """The names of ONNX Runtime's operators in the domain of ONNX; empty if it is not installed."""
+    if not is_installed("onnxruntime"):
+        return frozenset()
+    bindings = required("onnxruntime.capi.onnxruntime_pybind11_state")
+    schemas = bindings.get_all_operator_schema()
     return frozenset(schema.name for schema in schemas if not schema.domain)
 
 

@@ -157,6 +157,11 @@ class TaggedModel:
         copy.meta.update(self.model.meta)
         return TaggedModel(copy, self.hierarchy, self.source)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> TaggedModel:
+        """Return a `clone`: the graph of a deep model is too deep for the recursion of `copy.deepcopy`."""
+        memo[id(self)] = copied = self.clone()
+        return copied
+
     @property
     def paths(self) -> list[str]:
         """Every module path, in the order of ``named_modules()``."""

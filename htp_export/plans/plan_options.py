@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from htp_export.errors import InputError, RuleError
+from htp_export.errors import InputError, RuleError, unknown_name
 from htp_export.process.user_code import call_factory
 
 PlanArgument: TypeAlias = Annotated[
@@ -72,7 +72,7 @@ def _plan_rules(plan: str | Path, value: str, named: Iterable[str]) -> dict[str,
     if Path(plan).suffix.lower() not in _PLANS and not Path(plan).exists():
         unknown = f" {str(plan)!r}"
         if named:
-            unknown = f" and no precision {plan!r}; there are {', '.join(named)}"
+            unknown = f" and no precision {unknown_name(str(plan), named)}"
         raise InputError(f"no file{unknown}; a rule is an option: --rule SELECTOR={value}")
     rules = read_plan(Path(plan))
     # A file with the settings of one precision holds for the whole model.

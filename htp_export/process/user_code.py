@@ -161,6 +161,19 @@ def factory_file(text: object) -> Path | None:
     return next((file for file in places if os.path.isfile(file)), None)  # noqa: PTH113 - a text of any length
 
 
+def _imported(module_name: str, entry: str) -> Any:
+    """Import the module of a factory; an import inside of it that fails is an error of user code."""
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        if missing != module_name and not module_name.startswith(f"{missing}."):
+            raise
+        raise ModelSourceError(
+            entry, f"there is no module {missing!r} in this folder or on PYTHONPATH"
+        ) from error
+
+
 def call_factory(entry: str, seed: int = 0) -> Any:
     """Call ``package.module:factory``, and return its result. The current folder is searched first.
 
@@ -182,7 +195,7 @@ def call_factory(entry: str, seed: int = 0) -> Any:
     sys.path.insert(0, folder)
     try:
         with user_code(entry):
-            module = import_module(module_name)
+            module = _imported(module_name, entry)
             factory = getattr(module, attribute, None)
             if not callable(factory):
                 raise ModelSourceError(

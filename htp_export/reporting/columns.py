@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from htp_export.errors import InputError
+from htp_export.extras import required
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 """SI prefixes of powers of 1000."""
@@ -149,6 +150,18 @@ def sorted_by(rows: Iterable[R], columns: Sequence[Column[R]], name: str | None)
 def record(columns: Iterable[Column[R]], row: R) -> dict[str, Any]:
     """A row as data: column name → value."""
     return {column.name: column.data(row) for column in columns}
+
+
+def data_frame(
+    records: Sequence[Mapping[str, Any]], columns: Sequence[str], index: Sequence[Any], name: str
+) -> Any:
+    """Rows as a ``pandas.DataFrame``; ``name`` is that of the index, such as ``"module"``.
+
+    Raises:
+        InputError: If pandas is not installed.
+    """
+    pandas = required("pandas", "to_pandas")
+    return pandas.DataFrame(records, index=pandas.Index(index, name=name), columns=list(columns))
 
 
 def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:

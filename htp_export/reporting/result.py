@@ -5,6 +5,7 @@ A notebook shows a result as its command draws it, or as a table or a tree that 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import html
 import importlib
@@ -15,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any, ClassVar, TypeVar
 
-from htp_export.errors import UnknownModuleError
-from htp_export.reporting.columns import Column, text_table
+from htp_export.errors import InputError, UnknownModuleError
+from htp_export.reporting.columns import Column, data_frame, names_of, record, text_table
 from htp_export.reporting.tag_facts import TagFacts, tag_lines
 
 V = TypeVar("V")
@@ -53,6 +54,15 @@ class Modules(dict[str, V]):
         else:
             first_paths.append("…")
         return f"<{len(self)} modules: {', '.join(first_paths)}>"
+
+
+def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy a field of a result. `copy.deepcopy` would follow a graph node by node, with recursion."""
+    import onnx_ir as ir
+
+    if isinstance(value, ir.Model):
+        return memo.setdefault(id(value), value.clone())
+    return copy.deepcopy(value, memo)
 
 
 class PlainData:
@@ -109,6 +119,15 @@ class Result(PlainData):
         if isinstance(modules, Mapping):
             object.__setattr__(self, "modules", Modules(modules))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy with copies of all fields; a model is cloned, which shares its weights."""
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        for field in dataclasses.fields(self):  # type: ignore[arg-type] # subclasses are dataclasses
+            value = getattr(self, field.name)
+            object.__setattr__(copied, field.name, _deep_copy(value, memo))
+        return copied
+
     @property
     def summary(self) -> str:
         """The result in one line."""
@@ -117,6 +136,19 @@ class Result(PlainData):
     def table(self) -> Table | None:
         """The table above the summary, if there is one."""
         return None
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with the rows and columns of the table.
+
+        Raises:
+            InputError: If the result has no table, or if pandas is not installed.
+        """
+        table = self.table()
+        if table is None:
+            raise InputError(f"{type(self).__name__} has no table for to_pandas: see to_dict")
+        columns, rows = table
+        records = [record(columns, row) for row in rows]
+        return data_frame(records, names_of(columns), range(len(records)), "row")
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.reporting.columns import MODULE, Column, names_of, record
+from htp_export.reporting.columns import MODULE, Column, data_frame, names_of, record
 from htp_export.reporting.result import Result, Table
 
 
@@ -150,21 +150,6 @@ class ModuleTable(Result):
 def _numbers(row: object) -> list[str]:
     names = (name for name in dir(row) if not name.startswith("_"))
     return [name for name in names if isinstance(getattr(row, name), int | float)]
-
-
-def data_frame(
-    records: Sequence[Mapping[str, Any]], columns: Sequence[str], index: Sequence[Any], name: str
-) -> Any:
-    """Rows as a ``pandas.DataFrame``; ``name`` is that of the index, such as ``"module"``.
-
-    Raises:
-        InputError: If pandas is not installed.
-    """
-    try:
-        import pandas
-    except ImportError as error:
-        raise InputError("to_pandas needs pandas; install it with: pip install pandas") from error
-    return pandas.DataFrame(records, index=pandas.Index(index, name=name), columns=list(columns))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from htp_export.extras import required
 from htp_export.files.filesystem import temporary_folder
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
     inputs or in an ``AdapterFormat``, does not. ``onnx_type`` is required for types that numpy does
     not have. For strings see `htp_export.runtime.sessions.to_value`.
     """
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     array = np.asarray(array, order="C")
     if array.dtype.isbuiltin == 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from htp_export.errors import OnnxRuntimeError
+from htp_export.extras import required
 from htp_export.runtime.sessions import (
     RECORDED,
     Assigned,
@@ -70,7 +71,7 @@ def _divided_graph(
     ONNX Runtime cannot write the graph if a provider compiles its nodes. The earlier optimisations
     are independent of the provider: then the graph of a session on the CPU is returned.
     """
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     levels = onnxruntime.GraphOptimizationLevel
     level = levels.ORT_ENABLE_ALL

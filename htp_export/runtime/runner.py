@@ -18,6 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import InputError, OnnxRuntimeError
+from htp_export.extras import required
 from htp_export.files.data_files import check_data
 from htp_export.files.filesystem import temporary_folder
 from htp_export.process.user_code import user_code
@@ -179,7 +180,7 @@ def outputs_of(
     All optimisations are enabled except those of layouts: many models run in this process, which a
     crash of one of them would end.
     """
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     session = Session(runnable, settings, OptionChanges({"graph_optimization_level": level}))

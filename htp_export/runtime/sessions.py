@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import InputError, OnnxRuntimeError, in_one_line
+from htp_export.extras import required
 from htp_export.files.data_files import check_data
 from htp_export.files.lazy_tensor import slots
 from htp_export.files.model_files import read_model, write_for_tool
@@ -54,7 +55,7 @@ class SessionSettings:
     @property
     def at_once(self) -> int:
         """The number of kernels that may run at the same time: one, except in the parallel execution mode."""
-        import onnxruntime
+        onnxruntime = required("onnxruntime")
 
         options = self.options
         if options is None or options.execution_mode != onnxruntime.ExecutionMode.ORT_PARALLEL:
@@ -68,7 +69,7 @@ class SessionSettings:
 
 def check_providers(providers: Sequence[Any]) -> None:
     """Refuse execution providers that are not available; ONNX Runtime would silently use the CPU instead."""
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     available = onnxruntime.get_available_providers()
     for provider in providers:
@@ -90,7 +91,7 @@ def as_written(*, threads: int | None = None) -> OptionChanges:
 
     None leaves the threads of a kernel unchanged. With one thread, sums have a fixed order.
     """
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     attributes: dict[str, Any] = {
         "graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -289,7 +290,7 @@ class Session:
         that numpy does not have, as in `run`. The device has ONNX Runtime's name: ``cpu``,
         ``cuda``, ``dml``.
         """
-        import onnxruntime
+        onnxruntime = required("onnxruntime")
 
         values = self.values(arrays, types)
         with self.model.failing_to("run"):
@@ -311,7 +312,7 @@ class Session:
 
     def assignments(self) -> list[Assigned]:
         """Return the assignment of nodes to execution providers; requires a session with the entry `RECORDED`."""
-        import onnxruntime
+        onnxruntime = required("onnxruntime")
 
         if not hasattr(self._session, "get_provider_graph_assignment_info"):
             raise InputError(
@@ -338,7 +339,7 @@ def _stopped_after(seconds: float | None) -> Iterator[Any]:
     if seconds is None:
         yield None
         return
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     options = onnxruntime.RunOptions()
     timer = threading.Timer(seconds, setattr, (options, "terminate", True))
@@ -351,7 +352,7 @@ def _stopped_after(seconds: float | None) -> Iterator[Any]:
 
 
 def _load(model: RunnableModel, settings: SessionSettings, changes: OptionChanges) -> Any:
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     settings.check()
     options = settings.options if settings.options is not None else onnxruntime.SessionOptions()

@@ -24,6 +24,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import OnnxRuntimeError
+from htp_export.extras import required
 from htp_export.model.regions import all_nodes
 from htp_export.process.progress import counted
 from htp_export.process.restoring import no_collection
@@ -334,7 +335,7 @@ def measured_memory(
     size, only the first one would be allocated. A node that overwrites its input allocates nothing.
     A node in a loop counts once. The graph is None if ONNX Runtime cannot write it.
     """
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     file = temporary / "memory.csv"
     attributes = {

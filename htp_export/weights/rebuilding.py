@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.extras import required
 from htp_export.format.recipes import CONSTANT, Recipe, is_exact, parameters_in
 from htp_export.model.graph_facts import Array
 from htp_export.model.recipes import recipe_of
@@ -167,7 +168,7 @@ def _quantized(array: Array, blocks: list[Any]) -> Array:
 
     ``blocks``: Which result to return, bits, elements of a block, and whether it is symmetric.
     """
-    from onnxruntime.capi import _pybind_state as kernels
+    kernels = required("onnxruntime.capi._pybind_state", "rounding in blocks")
 
     name, bits, block, symmetric = blocks
     rows, columns = array.shape

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from htp_export.extras import required
 from htp_export.format.recipes import NO_AXIS
 from htp_export.model.graph_facts import Array
 
@@ -56,14 +57,14 @@ def rounded_bias(bias: Array, weight: Array, scheme: list[Any]) -> Array:
 
 def _linear(weight: Array, part: str, kind: str, axis: int, symmetric: int, reduced: int) -> Array:
     """Round as ONNX Runtime's quantizer does (``quant_utils.quantize_data``)."""
-    from onnxruntime.quantization.quant_utils import compute_data_quant_params, quantize_nparray
+    tools = required("onnxruntime.quantization.quant_utils", "rounding to integers")
 
     onnx_type = int(ir.DataType[kind.upper()])
     channels = (
         [weight] if axis == NO_AXIS else [weight.take(k, axis) for k in range(weight.shape[axis])]
     )
     found = [
-        compute_data_quant_params(each.flatten(), onnx_type, bool(symmetric), bool(reduced))
+        tools.compute_data_quant_params(each.flatten(), onnx_type, bool(symmetric), bool(reduced))
         for each in channels
     ]
     if part == "scales":
@@ -73,7 +74,7 @@ def _linear(weight: Array, part: str, kind: str, axis: int, symmetric: int, redu
         points = _typed(np.array([point for point, _ in found]), kind)
         return points.reshape(()) if axis == NO_AXIS else points
     levels = [
-        _typed(quantize_nparray(onnx_type, each.flatten(), scale, point), kind)
+        _typed(tools.quantize_nparray(onnx_type, each.flatten(), scale, point), kind)
         for each, (point, scale) in zip(channels, found, strict=True)
     ]
     if axis == NO_AXIS:
@@ -132,9 +133,9 @@ def _in_bytes(levels: Array) -> Array:
 
 def _rows_of_four_bits(weight: Array, part: str, size: int, symmetric: bool) -> Array:
     """Round as ONNX Runtime's quantizer of tables does; a byte contains two numbers."""
-    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantizer
-
-    packed, scales, points = DefaultWeightOnlyQuantizer.quantize_ndarray(weight, 1, size, symmetric)
+    tools = required("onnxruntime.quantization.matmul_nbits_quantizer", "rounding to 4 bits")
+    quantizer = tools.DefaultWeightOnlyQuantizer
+    packed, scales, points = quantizer.quantize_ndarray(weight, 1, size, symmetric)
     kind = "INT4" if symmetric else "UINT4"
     if part == "scales":
         return np.asarray(scales)

@@ -1,6 +1,7 @@
 """Other tools, run on small models: the tags come through, and what they say is true."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import nn
 
 import htp_export
 from htp_export import tools
-from htp_export.capabilities.carry.adapting import adapter, library
+from htp_export.capabilities.carry.adapting import adapter
 from htp_export.errors import HtpExportError, InputError, ToolError
+from htp_export.extras import required
 from htp_export.files.model_files import write_model
 from htp_export.format.tags import owners_of as owned_of
 from tests.exporting import exported, exported_net
@@ -224,7 +226,7 @@ def onnxruntime_alone(given: Path, made: Path) -> onnx.ModelProto:
 @pytest.mark.parametrize(
     "tool",
     [
-        pytest.param(lambda given, _: library("onnxslim").slim(onnx.load(given)), id="onnxslim"),
+        pytest.param(lambda given, _: required("onnxslim").slim(onnx.load(given)), id="onnxslim"),
         pytest.param(
             lambda given, _: onnx.version_converter.convert_version(onnx.load(given), 21),
             id="converter",
@@ -446,6 +448,10 @@ def test_a_tool_that_takes_optional_inputs_for_constants_is_told_from_one_that_i
     assert not (tmp_path / "slim.onnx").exists()
 
 
-def test_a_library_that_is_not_installed_is_named_with_what_to_install():
-    with pytest.raises(InputError, match=r'pip install "htp-export\[tools\]"'):
-        library("no_such_library_at_all")
+def test_a_library_that_is_not_installed_is_named_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxslim", None)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval()
+    htp_export.export(net, (torch.randn(2, 4),), tmp_path / "model.onnx", verbose=False)
+    with pytest.raises(InputError, match=r'needs onnxslim; .* pip install "htp-export\[tools\]"'):
+        tools.onnxslim(tmp_path / "model.onnx", tmp_path / "slim.onnx")
+    assert not (tmp_path / "slim.onnx").exists()

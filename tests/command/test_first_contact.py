@@ -122,6 +122,54 @@ class TestOpset:
         assert not Path("x.onnx").exists()
 
 
+class TestSpelling:
+    @pytest.mark.parametrize("words", [["-h"], ["help"]])
+    def test_help_of_the_program_and_of_a_command(self, capsys, words):
+        assert main(words) == 0
+        assert "Usage: htp-export [OPTIONS] COMMAND" in capsys.readouterr().out
+        words = [words[0], "tree"] if words == ["help"] else ["tree", words[0]]
+        assert main(words) == 0
+        assert "Usage: htp-export tree" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("words", [["-q", "tree", "net.onnx"], ["tree", "net.onnx", "-q"]])
+    def test_a_quiet_command_prints_nothing_but_errors(self, folder, capsys, words):
+        assert main(words) == 0
+        assert capsys.readouterr() == ("", "")
+        assert main(["tree", "-q", "nowhere.onnx"]) == 2
+        assert "nowhere.onnx" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("command", "problem"),
+        [
+            ("tree net.onx", "net.onx: is missing"),
+            ("export model.pt -o x.onnx", "model.pt: a checkpoint has weights and no code"),
+            ("export --entry nowhere:net -o x.onnx", "there is no module 'nowhere' in this folder"),
+            ("quantize net.onnx FP32 -o x.onnx", "nearest: fp32"),
+        ],
+    )
+    def test_a_misspelled_name_is_answered_without_a_host(
+        self, folder, capsys, monkeypatch, command, problem
+    ):
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("a host was asked")
+
+        monkeypatch.setattr("socket.getaddrinfo", refuse)
+        assert main(command.split()) == 2
+        assert problem in capsys.readouterr().err
+        assert not Path("x.onnx").exists()
+
+    def test_a_reader_that_needs_no_more_is_no_failure(self, folder):
+        # nodes of a tall model: more than the buffer of a pipe
+        deep = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(300)]).eval()
+        htp_export.export(deep, (torch.randn(1, 2),), "deep.onnx", dynamo=False, verbose=False)
+        program = [sys.executable, "-m", "htp_export", "nodes", "deep.onnx", "--json"]
+        with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout.read(10)
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 0
+
+
 class TestWhatIsSaid:
     def test_an_export_says_the_files_the_inputs_and_what_comes_next(self, folder, capsys):
         assert (

@@ -413,7 +413,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("export --entry json:dumps --task fill-mask -o o.onnx", "--task is for a SOURCE"),
     ("verify net.onnx", "give one model"),
     ("verify net.onnx bert --tolerance **=1", "write SELECTOR=ABSOLUTE,RELATIVE"),
-    ("export --entry nosuch:net -o o.onnx", "No module named 'nosuch'"),
+    ("export --entry nosuch:net -o o.onnx", "there is no module 'nosuch'"),
     ("export --entry {module}:nosuch -o o.onnx", "has no function 'nosuch'"),
     ("export --entry {module}:fails -o o.onnx", "raised RuntimeError: the weights are elsewhere"),
     ("export --entry {module}:gives_nothing -o o.onnx", "must return (model, example inputs)"),

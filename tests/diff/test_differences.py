@@ -249,3 +249,15 @@ def test_a_file_without_tags_is_the_same_graph():
         node.name = ""
     found = htp_export.diff(tagged, bare)
     assert (found.same, found.by_module, list(found.modules)) == (True, False, [""])
+
+
+def test_files_of_different_models_are_said_to_be_that():
+    deep = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    other = nn.ModuleDict({"body": nn.Sequential(nn.Tanh(), nn.Linear(4, 2))})
+    other.forward = other["body"].forward
+    first = htp_export.export(deep, (torch.randn(2, 4),), verbose=False)
+    second = htp_export.export(other.eval(), (torch.randn(2, 4),), verbose=False)
+    unrelated = htp_export.diff(first, second)
+    assert unrelated.unrelated
+    assert unrelated.summary.endswith("these are files of different models")
+    assert not htp_export.diff(first, first).unrelated

@@ -112,7 +112,7 @@ class TestAction:
 
     @pytest.mark.parametrize(
         ("package", "installed"),
-        [("", "/the action[view]"), ("htp-export==0.1.0", "htp-export==0.1.0")],
+        [("", "/the action[all]"), ("htp-export==0.1.0", "htp-export==0.1.0")],
     )
     def test_what_is_not_there_is_installed(self, package, installed, tmp_path):
         python = tmp_path / "python"

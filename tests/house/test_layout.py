@@ -22,7 +22,7 @@ PACKAGE = Path(htp_export.__file__).parent
 # from another one.
 ROWS = [
     ["errors", "version"],
-    ["discovery", "process"],
+    ["discovery", "extras", "process"],
     ["format"],
     ["files", "reporting", "shapes"],
     ["model"],

@@ -156,7 +156,7 @@ def test_inserted_nodes_belong_to_their_consumers_and_without_to_their_producers
 def test_where_openvino_is_not_installed_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(
-        InputError, match=r"needs OpenVINO; install it with: pip install 'htp-export\[openvino\]'"
+        InputError, match=r"needs openvino; install it with: .*htp-export\[openvino\]"
     ):
         htp_export.profile(encoder(), engine="openvino")
 

@@ -1,6 +1,9 @@
 """Every result, at a prompt and in a notebook, and what it says of a module that it does not have."""
 
+import copy
+import dataclasses
 import importlib
+import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -117,6 +120,48 @@ def test_a_result_is_short_at_a_prompt_and_a_table_in_a_notebook(name, made):
         assert (
             result.table() is None or str(result).count("\n") == 0 or len(drawn) > len(repr(result))
         )
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_can_be_copied_and_the_copy_has_a_model_of_its_own(name, made):
+    for result in made[name]:
+        copied = copy.deepcopy(result)
+        assert type(copied) is type(result)
+        assert plain_text(copied) == plain_text(result)
+        for field in dataclasses.fields(result):
+            model = getattr(result, field.name)
+            if isinstance(model, ir.Model):
+                assert getattr(copied, field.name) is not model
+
+
+def plain_text(result: Result) -> str:
+    return json.dumps(result.to_dict(), sort_keys=True, default=str)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_with_a_table_is_a_data_frame(name, made):
+    for result in made[name]:
+        table = result.table()
+        if table is None:
+            with pytest.raises(InputError, match=f"{name} has no table"):
+                result.to_pandas()
+        elif type(result).to_pandas is Result.to_pandas:
+            columns, rows = table
+            frame = result.to_pandas()
+            assert list(frame.columns) == [column.name for column in columns]
+            assert len(frame) == len(list(rows))
+
+
+def test_a_model_whose_graph_is_deep_can_be_copied(tmp_path):
+    # `copy.deepcopy` of the nodes follows each to the next, which is more than Python's recursion limit
+    net = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(150)]).eval()
+    file = tmp_path / "deep.onnx"
+    htp_export.export(net, (x(1, 2),), file, dynamo=False, verbose=False)
+    tagged = htp_export.load(file)
+    copied = copy.deepcopy({"tagged": tagged, "again": tagged})
+    assert copied["tagged"] is copied["again"]
+    assert copied["tagged"].model is not tagged.model
+    assert copied["tagged"].paths == tagged.paths
 
 
 @pytest.mark.parametrize("name", RESULTS)

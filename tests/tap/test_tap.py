@@ -381,3 +381,27 @@ def test_a_vector_is_refused_where_the_graph_does_not_tell_two_tensors_apart(pla
         expected = model(inputs["x"], inputs["scale"])
     handle.remove()
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+class _ThreeResults(torch.nn.Module):
+    def forward(self, y):
+        return y * 2, y + 1, y - 1
+
+
+class _Sums(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.neck = _ThreeResults()
+
+    def forward(self, y):
+        first, second, third = self.neck(y)
+        return first + second * third
+
+
+def test_a_tap_of_the_first_of_several_results_names_the_others():
+    program = htp_export.export(_Sums().eval(), (torch.randn(2, 4),), verbose=False)
+    one = htp_export.tap(program, "neck:out").summary
+    assert one.endswith("neck:out is the first of 3 results, beside neck:out[1], neck:out[2]")
+    assert htp_export.tap(program, "neck:out, neck:out[1], neck:out[2]").summary == (
+        "3 outputs added"
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.verify.pytorch_run import stable_sorting
+from htp_export.capabilities.verify.pytorch_run import parameter_readers, stable_sorting
 from tests import faults
 from tests.nets import EXPORTERS, Holding, composed, spread, x
 
@@ -179,6 +179,31 @@ def test_modules_that_vmap_runs_are_not_compared_and_the_others_are(tmp_path, ex
 
 def stack() -> nn.Module:
     return spread(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))).eval()
+
+
+class _Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor) -> Tensor:
+        return value * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved for the backward pass."""
+
+
+class _DoublesRows(nn.Module):
+    def forward(self, y: Tensor) -> Tensor:
+        return torch.vmap(_Doubled.apply)(y)
+
+
+def test_an_autograd_function_under_vmap_is_an_operator_without_bodies():
+    # as the masks of transformers 4.57; torch cannot export this one
+    net = nn.Sequential(nn.Linear(4, 4), _DoublesRows()).eval()
+    with parameter_readers(net) as readers:
+        torch.testing.assert_close(net(x(3, 4)), net[0](x(3, 4)) * 2)
+    assert readers["0.weight"] == {"0"}
 
 
 def test_the_module_of_an_exported_program(tmp_path):

@@ -46,6 +46,10 @@ class LazyArrays(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def __deepcopy__(self, _memo: dict[int, object]) -> LazyArrays:
+        """Return the mapping itself: it is read-only, and computes a new array on each access."""
+        return self
+
 
 @dataclass(frozen=True)
 class Bound(TaggedResult):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import io
 import os
@@ -104,15 +103,6 @@ _EXAMPLE_MODEL = """Examples:
     >>> import torch, htp_export
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
     >>> program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)"""
-
-
-def library(name: str, extra: str | None = "tools") -> Any:
-    """Import the library of a tool, or raise an `InputError` with the command that installs it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = f'"htp-export[{extra}]"' if extra else name.partition(".")[0]
-        raise InputError(f"{name} cannot be imported ({error}); pip install {package}") from error
 
 
 def _run(

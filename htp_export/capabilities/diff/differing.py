@@ -140,7 +140,7 @@ class ModelDifference(Result):
         tags: The tags of each file: source, reasons, untagged nodes.
     """
 
-    derived = ("same", "counts")
+    derived = ("same", "unrelated", "counts")
 
     modules: Mapping[str, ModuleDifference]
     by_module: bool = True
@@ -159,6 +159,16 @@ class ModelDifference(Result):
         The values of weights are not compared.
         """
         return self.modules[""].status == "same" and set(self.counts) == {"same"}
+
+    @property
+    def unrelated(self) -> bool:
+        """Whether both files have modules, and none but the root is in both, changed or not."""
+        in_both = [path for path in self.modules if path and self._is_in_both(path)]
+        return bool(self.added and self.removed and not in_both)
+
+    def _is_in_both(self, path: str) -> bool:
+        module = self.modules[path]
+        return module.before is not None and module.after is not None
 
     def of(self, *statuses: str) -> list[ModuleDifference]:
         """The modules of some statuses."""
@@ -214,7 +224,10 @@ class ModelDifference(Result):
         """The number of modules by status, in one line."""
         if self.same:
             return f"no difference in {many(len(self.modules), 'module')}"
-        return f"modules: {', '.join(f'{count} {status}' for status, count in self.counts.items())}"
+        counted = ", ".join(f"{count} {status}" for status, count in self.counts.items())
+        if self.unrelated:
+            counted += "; no module is in both: these are files of different models"
+        return f"modules: {counted}"
 
     def table(self) -> Table | None:
         """The modules that differ."""

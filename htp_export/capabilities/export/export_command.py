@@ -17,6 +17,7 @@ from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
+from htp_export.extras import required
 from htp_export.files.folders import check_folder, new_folder
 from htp_export.files.targets import Kind, check_parent
 
@@ -33,7 +34,6 @@ IDLE = (
         lambda given: given["transformers_js"] is None,
         "it is for --transformers-js",
     ),
-    Idle(("as_json",), lambda given: given["quiet"], "--quiet shows nothing"),
 )
 
 
@@ -57,19 +57,20 @@ def export_command(
     ] = None,
     verify: Annotated[bool, "Check every module against PyTorch."] = False,
     as_json: JsonOption = False,
-    quiet: Annotated[bool, "Show nothing but errors."] = False,
 ) -> None:
     """Export a model to ONNX with module tags, and show its tree."""
     model.check()
     _check_outputs(output, model, deploy)
     deploy.check(output, model)
     graph.check()
-    steps = Steps(quiet, count=2 + verify + (deploy.transformers_js is not None))
+    if verify:
+        required("onnxruntime", "--verify")
+    steps = Steps(count=2 + verify + (deploy.transformers_js is not None))
     with steps.step(f"loading {model.name}"):
         calls = _calls(model, graph, deploy, two_files, cache_names)
     deploy.check_files(calls)
     deploy.check_folder(model)
-    exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet, len(calls))
+    exports = FileExports(model, deploy, graph, steps, verify, as_json, len(calls))
     with _targets(calls, output, deploy) as targets:
         for name, target in targets.items():
             check_output(target, Kind.MODEL)
@@ -177,7 +178,6 @@ class FileExports:
     steps: Steps
     verify: bool
     as_json: bool
-    quiet: bool
     count: int  # of files
     _idle: set[str] = field(default_factory=lambda: {"--decompose-attention", "--keep-attention"})
     _records: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class FileExports:
 
     def finish(self) -> None:
         """Print the JSON of all files; raise `CheckFailed` if a file differs from PyTorch."""
-        if self.as_json and not self.quiet:
+        if self.as_json:
             records = self._records
             print_json(next(iter(records.values())) if len(records) == 1 else {"models": records})
         if self._failures:
@@ -233,7 +233,7 @@ class FileExports:
 
     @property
     def _shown(self) -> bool:
-        return not (self.quiet or self.as_json)
+        return not self.as_json
 
     def _export(self, call: SourceCall, output: Path) -> tuple[str | None, list[str]]:
         """Write the file, and the files for other runtimes beside it.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.configs import find
 from htp_export.errors import InputError
+from htp_export.extras import is_installed, required
 from htp_export.process.restoring import Changes, restored, set_item
 
 if TYPE_CHECKING:
@@ -31,13 +32,15 @@ _SIDES = {None: "", "self": "decoder.", "cross": "encoder."}
 
 def _has_exporters() -> bool:
     """Whether the installed transformers has exporters."""
+    if not is_installed("transformers"):
+        return False
     return importlib.util.find_spec("transformers.exporters") is not None
 
 
 def register_caches(model: Any) -> None:
     """Register the caches of transformers with torch's pytree, as its own exporters do."""
     if not _has_exporters():
-        import transformers
+        transformers = required("transformers")
 
         problem = (
             "inputs and names by task need transformers.exporters, which transformers 5.23 has"

@@ -24,6 +24,7 @@ from htp_export.capabilities.huggingface.tasks import (
     task_hint,
 )
 from htp_export.errors import ModelSourceError, described
+from htp_export.extras import required
 from htp_export.files.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def spread_parameters(model: nn.Module, generator: torch.Generator, scale: float
 
 def _model_class(source: Source, config: Any, task: str | None) -> Any:
     """The class that loads the model: a model class of transformers, or an Auto class."""
-    import transformers
+    transformers = required("transformers")
 
     if task is not None:
         return class_for_task(source.name, config, task)

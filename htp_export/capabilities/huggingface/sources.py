@@ -12,10 +12,15 @@ from typing import Any
 from htp_export.capabilities.huggingface.configs import apply_overrides, nearest
 from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf
 from htp_export.errors import FileError, ModelSourceError, described
+from htp_export.extras import required
 from htp_export.files.text_files import read_json
 
 _SECONDS = 5.0
 """Timeout of the hub: its own client retries for a minute, and then reports that there is no such model."""
+
+
+_CHECKPOINT_SUFFIXES = (".bin", ".ckpt", ".pkl", ".pt", ".pth", ".safetensors")
+"""Suffixes of files with weights alone."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,9 @@ class Source:
     overrides: Mapping[str, object] = field(default_factory=dict)
     revision: str | None = None
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        required("transformers", f"loading {self.name!r}")
 
     @property
     def has_files(self) -> bool:
@@ -124,6 +132,8 @@ class Source:
 
         folder = Path(self.name)
         is_folder = folder.is_dir()
+        if not is_folder and not is_gguf(self.name):
+            self._refuse_file_name(folder)
         if is_folder and not (folder / "config.json").is_file():
             raise ModelSourceError(self.name, "the folder has no config.json")
         if self._is_path and not is_folder and not is_gguf(self.name):
@@ -139,6 +149,18 @@ class Source:
                 "is a model type and has no weights; add --random-weights (random_weights=True), "
             )
             raise ModelSourceError(self.name, problem + "or name a hub id (owner/name) or a folder")
+
+    def _refuse_file_name(self, path: Path) -> None:
+        """Refuse the name of a file, so that no public host is asked for a misspelled one."""
+        suffix = path.suffix.lower()
+        if suffix in _CHECKPOINT_SUFFIXES:
+            problem = "a checkpoint has weights and no code; name the code: --entry package.module:factory"
+            raise ModelSourceError(self.name, problem)
+        # Hub ids with a dot, such as ``owner/name-v1.5``, end in a number or have an owner.
+        has_word_suffix = suffix[1:].isalpha()
+        in_folder = self._is_path or len(path.parts) == 1 or path.parent.is_dir()
+        if has_word_suffix and in_folder and not path.exists():
+            raise FileError(path, "is missing")
 
     def _own_config(self) -> Any:
         """The config as the model has it."""

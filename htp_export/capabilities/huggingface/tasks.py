@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from htp_export.capabilities.huggingface.caches import cache_argument
 from htp_export.capabilities.huggingface.configs import nearest
 from htp_export.errors import ModelSourceError
+from htp_export.extras import required
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ def _tasks() -> dict[str, tuple[str, ...]]:
 
 def class_for_task(source: str, config: Any, task: str) -> Any:
     """The Auto class for a task and a config; ``source`` is the name of the model, for messages."""
-    import transformers
+    transformers = required("transformers")
 
     tasks = _tasks()
     if split_task(task)[0] not in tasks:
@@ -78,7 +79,7 @@ def class_for_task(source: str, config: Any, task: str) -> Any:
 
 def _has_model(auto_name: str, config: Any) -> bool:
     """Whether an Auto class has a model for a config."""
-    import transformers
+    transformers = required("transformers")
 
     auto = getattr(transformers, auto_name, None)
     in_code = auto_name in (getattr(config, "auto_map", None) or {})
@@ -98,7 +99,7 @@ def task_hint(config: Any) -> str:
 
 def generates(config: Any) -> bool:
     """Whether the class that a config names under ``architectures`` generates tokens, with a cache."""
-    import transformers
+    transformers = required("transformers")
 
     for name in config.architectures or ():
         model_class = getattr(transformers, name, None)
@@ -133,7 +134,7 @@ def _generating_task(model_class: Any) -> str | None:
 
 def _has_class(auto_name: str, model_class: Any) -> bool:
     """Whether an Auto class can select a class."""
-    import transformers
+    transformers = required("transformers")
 
     auto = getattr(transformers, auto_name, None)
     if auto is None:

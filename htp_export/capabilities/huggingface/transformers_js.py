@@ -21,6 +21,7 @@ from htp_export.capabilities.huggingface.companions import (
     write_configs,
 )
 from htp_export.errors import FileError, InputError
+from htp_export.extras import required
 from htp_export.files.filesystem import is_plain_file
 from htp_export.files.folders import check_whole_folder, whole_folder
 from htp_export.files.model_files import read_model, write_model
@@ -34,11 +35,12 @@ def _with_tool(adapter: str, weight_type: str = "", **options: Any) -> Callable[
     """Return a function that converts a file with an adapter of `htp_export.tools`."""
 
     def variant(file: Path) -> ir.Model:
-        from onnxruntime.quantization import QuantType
-
         from htp_export.capabilities.carry import adapters
 
-        types = {"weight_type": getattr(QuantType, weight_type)} if weight_type else {}
+        types: dict[str, Any] = {}
+        if weight_type:
+            quantization = required("onnxruntime.quantization", "a quantized variant")
+            types["weight_type"] = getattr(quantization.QuantType, weight_type)
         model: ir.Model = getattr(adapters, adapter)(file, **options, **types).model
         return model
 

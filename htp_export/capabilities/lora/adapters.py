@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from htp_export.errors import FileError, InputError
+from htp_export.extras import required
 from htp_export.files.text_files import read_json
 from htp_export.files.write_file import replace_file
 from htp_export.format import tags
@@ -111,7 +112,7 @@ def read_adapter(adapter: str | os.PathLike[str]) -> Adapter:
         raise FileError(path, "there is no such adapter")
     if path.suffix in (".bin", ".pt", ".safetensors", ".json"):
         raise FileError(path, f"give the folder with {_CONFIG} and {_WEIGHTS}")
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     try:
         adapter_file = onnxruntime.AdapterFormat.read_adapter(os.fspath(path))
@@ -153,7 +154,7 @@ def arrays_of(layers: Mapping[str, LowRank]) -> dict[str, Array]:
 
 def write_adapter(layers: Mapping[str, LowRank], file: Path) -> None:
     """Write factors into a file of ONNX Runtime's adapter format, whole or not at all (`FileError`)."""
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     adapter = onnxruntime.AdapterFormat()
     adapter.set_adapter_version(1)

@@ -36,7 +36,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
 from htp_export.plans.rules import modules_within
 from htp_export.process.progress import counted
-from htp_export.reporting.columns import Column
+from htp_export.reporting.columns import Column, many
 from htp_export.reporting.tables import ModuleTable
 from htp_export.shapes.operator_kinds import dequantizes, quantizes
 
@@ -91,7 +91,7 @@ class InsertedLora(TaggedResult, ModuleTable):
     @property
     def summary(self) -> str:
         """The result in one line."""
-        taken = f"{len(self.modules)} linear layers take adapters; "
+        taken = f"{many(len(self.modules), 'linear layer')} with inputs for adapters; "
         if self.ranges:
             return taken + f"{self.ranges} activations behind them are no longer quantized"
         return taken + "without one, the results are unchanged"

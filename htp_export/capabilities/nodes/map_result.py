@@ -9,9 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 from htp_export.errors import InputError
 from htp_export.format.torch_metadata import SourceLine
-from htp_export.reporting.columns import Column, chosen, csv_text, record
+from htp_export.reporting.columns import Column, chosen, csv_text, data_frame, record
 from htp_export.reporting.result import PlainData, Result, Table
-from htp_export.reporting.tables import data_frame
 from htp_export.reporting.tag_facts import TagFacts
 
 MapTable: TypeAlias = Literal["nodes", "modules", "parameters", "initializers"]

@@ -21,6 +21,7 @@ from htp_export.editing.editing import insert_behind, replace_with
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.outputs import without_defaults
 from htp_export.errors import FileError, InputError, PassError, described
+from htp_export.extras import required
 from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
@@ -162,6 +163,7 @@ class OutputCheck:
     """
 
     def __init__(self, model: ir.Model, samples: Samples) -> None:
+        required("onnxruntime", "the comparison of outputs after each pass")
         if samples.random:
             sizes = (samples.dims, samples.shapes, samples.seed)
             self._runs = [samples.inputs.random(*sizes, open_sizes=_SIZES, true=0.5).arrays]

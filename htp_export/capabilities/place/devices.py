@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from htp_export.errors import InputError, in_one_line
+from htp_export.extras import required
 from htp_export.runtime.assignments import HOST
 
 ANNOTATION = "layer_ann"
@@ -37,7 +38,7 @@ def device_named(word: str) -> str:
     Raises:
         InputError: There is no such device.
     """
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     text = word.strip() if isinstance(word, str) else ""
     lower = text.lower()
@@ -80,7 +81,7 @@ def is_device(device: str, provider: str) -> bool:
 
 def check_honoured() -> None:
     """Raise an `InputError` if this version of ONNX Runtime ignores the devices of nodes."""
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     parts = re.findall(r"\d+", onnxruntime.__version__)
     if tuple(int(part) for part in parts[:2]) < _HONOURED_SINCE:
@@ -106,7 +107,7 @@ def with_entries(entries: Mapping[str, str], options: Any = None) -> Any:
     Raises:
         InputError: ONNX Runtime refuses an entry, such as a very long text.
     """
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     options = onnxruntime.SessionOptions() if options is None else options
     for name, value in entries.items():

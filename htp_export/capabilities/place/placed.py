@@ -274,7 +274,9 @@ class Placed(_ByDevice, HoldsModel):
     @property
     def notes(self) -> tuple[str, ...]:
         """Crossings and further notes, one line each."""
-        free = [f"{self.free} nodes have no device: ONNX Runtime chooses"] if self.free else []
+        free = []
+        if self.free:
+            free.append(f"{many(self.free, 'node')} without a device: ONNX Runtime chooses")
         options = [f"session option {name}: {value}" for name, value in self.options.items()]
         return (*self._crossing_lines(), *free, *self.remarks, *options)
 

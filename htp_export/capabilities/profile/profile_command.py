@@ -24,6 +24,7 @@ from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.discovery import plug_in
 from htp_export.errors import InputError
+from htp_export.extras import required
 from htp_export.plans.plan_options import typed_pairs
 from htp_export.process.argument_types import check_whole, most_threads
 
@@ -140,7 +141,7 @@ def _options(
 
 
 def _session_options(threads: int | None, level: _Level) -> Any:
-    import onnxruntime
+    onnxruntime = required("onnxruntime")
 
     options = onnxruntime.SessionOptions()
     name = "ORT_DISABLE_ALL" if level == "disable" else f"ORT_ENABLE_{level.upper()}"

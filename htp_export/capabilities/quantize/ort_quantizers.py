@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import onnx_ir as ir
 
 from htp_export.editing.submodels import constant_of
 from htp_export.errors import HtpExportError, ToolError, described
+from htp_export.extras import required
 from htp_export.files.filesystem import temporary_folder
 from htp_export.process.progress import counted
 from htp_export.process.quiet import quiet
@@ -44,7 +44,8 @@ def quantizers(module: str = "") -> Any:
     user's program.
     """
     with quietly():
-        return importlib.import_module(f"{_QUANTIZATION}.{module}" if module else _QUANTIZATION)
+        name = f"{_QUANTIZATION}.{module}" if module else _QUANTIZATION
+        return required(name, "this precision")
 
 
 def quietly() -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from htp_export.capabilities.quantize.method import CHECKPOINT, FIELDS, Precision
-from htp_export.errors import InputError, RuleError
+from htp_export.errors import InputError, RuleError, unknown_name
 from htp_export.format.json_text import parse_json
 
 AUTO = Precision("auto")
@@ -61,7 +61,7 @@ def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Pre
         fields = dict(map(_field, texts))
         return _with_fields({"precision": name, **fields, "name": value}, named)
     if not isinstance(value, str) or value not in named:
-        raise InputError(f"there is no precision {value!r}; there are {', '.join(named)}")
+        raise InputError(f"there is no precision {unknown_name(value, named)}")
     return named[value]
 
 

@@ -325,10 +325,11 @@ def _order(precision: Precision) -> tuple[int, float]:
 def _notes(choice: PrecisionChoice) -> list[str]:
     """Sentences on the effect of the plan, known before it is applied."""
     notes = []
-    if saturates() and any(_sums_eight_bits(precision) for precision in choice.nodes):
+    saturating = [precision.name for precision in choice.nodes if _sums_eight_bits(precision)]
+    if saturating and saturates():
         notes.append(
             "this processor has no VNNI: ONNX Runtime's products of 8-bit integers saturate on it, and results can be "
-            "far off; quantize with reduce_range, or in uint8"
+            f"far off; write {saturating[0]}:reduce_range=true, or uint8, or auto, which chooses that"
         )
     if choice.found.disputed:
         count = len(choice.found.disputed)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import onnx_ir as ir
 
-from htp_export.errors import InputError
+from htp_export.errors import InputError, unknown_name
 from htp_export.format import tags
 from htp_export.format.call_tree import Part
 from htp_export.model.module_facts import contents_of
@@ -118,9 +118,7 @@ def _joined(text: str) -> ModuleChoice:
             sparsities.append(sparsity_of(part))
         else:
             others = "values of prune such as 0.5, 2:4, channels:0.25, rank:25% and drop"
-            raise InputError(
-                f"there is no precision {part!r}; there are {', '.join(PRECISIONS)}, and {others}"
-            )
+            raise InputError(f"there is no precision {unknown_name(part, [*PRECISIONS, others])}")
     if len(precisions) > 1 or len(sparsities) > 1:
         raise InputError(
             f"choice {text!r}: write one value of prune and one precision, such as '2:4+int8'"

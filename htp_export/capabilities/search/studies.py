@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from htp_export.errors import FileError, HtpExportError, InputError, first_line
+from htp_export.extras import required
 from htp_export.files.filesystem import opened_plain
 from htp_export.process.interrupts import stems_from_interrupt
 
@@ -50,13 +51,7 @@ Measure: TypeAlias = Callable[[Mapping[str, str]], Measured]
 
 
 def _need_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise InputError(
-            'this needs Optuna; install it with: pip install "htp-export[compress]"'
-        ) from error
-    return optuna
+    return required("optuna", "a search")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +21,7 @@ from htp_export.format import tags
 from htp_export.format.model_metadata import Tap, write_taps
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import type_and_shape
-from htp_export.model.module_tensors import ModuleTensor
+from htp_export.model.module_tensors import OUT, ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
 from htp_export.reporting.columns import Column, many
 from htp_export.reporting.result import Table
@@ -138,6 +139,7 @@ def tap(
     _check_joins(wanted, given=isinstance(places, Mapping), joins=concat is not None)
     taps = dict(tagged.taps)
     added = list[TappedTensor]()
+    others = _untapped(tagged, wanted)
     with Edit(tagged) as edit:
         # All tensors are lifted before outputs are added.
         sources = {}
@@ -155,7 +157,7 @@ def tap(
             taps[name] = Tap(tuple(tensor.place for tensor in tensors), tuple(created))
             added.append(TappedTensor.of(result, tensors))
     write_taps(tagged.model.metadata_props, taps)
-    summary = f"{many(len(added), 'output')} added"
+    summary = f"{many(len(added), 'output')} added{others}"
     return written(tagged, added, summary, output, share_weights=share_weights)
 
 
@@ -245,6 +247,23 @@ def named_places(
             taken = "an output" if name in outputs else "a tensor"
             raise InputError(f"the model has {taken} {name!r} already; give another name")
     return wanted
+
+
+def _untapped(tagged: TaggedModel, wanted: Mapping[str, Sequence[ModuleTensor]]) -> str:
+    """The results beside a tap of ``PATH:out``, of the first module with several; empty without one."""
+    tensors = [*chain.from_iterable(wanted.values())]
+    tapped = {tensor.place for tensor in tensors}
+    for tensor in tensors:
+        if not tensor.first or tensor.side != OUT:
+            continue
+        calls = tagged.signatures.get(tensor.path, ())
+        results = calls[tensor.call or 0].outputs if calls else ()
+        places = [f"{tensor.place}[{number}]" for number in range(1, len(results))]
+        others = [place for place in places if place not in tapped]
+        if others:
+            count = many(len(results), "result")
+            return f"; {tensor.place} is the first of {count}, beside {', '.join(others)}"
+    return ""
 
 
 def _check_joins(wanted: Mapping[str, Sequence[ModuleTensor]], *, given: bool, joins: bool) -> None:

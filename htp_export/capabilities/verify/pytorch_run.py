@@ -377,7 +377,8 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
 
     # The class is inside this function because its base needs torch, which is imported late.
     def is_body(argument: Any) -> bool:
-        return callable(argument) and not isinstance(argument, torch.Tensor)
+        # A class is no body: the operator of an autograd function takes its class.
+        return callable(argument) and not isinstance(argument, torch.Tensor | type)
 
     class Watch(TorchFunctionMode):
         def __init__(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from htp_export.errors import TorchChangedError
+from htp_export.errors import InputError, TorchChangedError
 from htp_export.process.forking import Mutex
 from htp_export.process.restoring import Changes, locked
 
@@ -32,7 +32,17 @@ class Patch:
                 owner = getattr(owner, part)
             return owner, last, getattr(owner, last)
         except (ImportError, AttributeError) as error:
+            if isinstance(error, ModuleNotFoundError):
+                self._refuse_without_dependency(error)
             raise TorchChangedError(f"{self.module}.{self.name}") from error
+
+    def _refuse_without_dependency(self, error: ModuleNotFoundError) -> None:
+        """Raise an `InputError` if the missing module is of another package, which torch needs."""
+        package = str(error.name).partition(".")[0]
+        if package != self.module.partition(".")[0]:
+            raise InputError(
+                f"{self.module} needs {package}, which is not installed: pip install {package}"
+            ) from error
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -7,8 +7,9 @@ from typing import Any
 
 import onnx
 
-from htp_export.capabilities.carry.adapting import adapter, library
+from htp_export.capabilities.carry.adapting import adapter
 from htp_export.errors import InputError
+from htp_export.extras import required
 
 __all__ = ["float16", "symbolic_shape_infer", "version_converter"]
 
@@ -28,7 +29,9 @@ def version_converter(_source: Path, _target: Path, /, *, opset: int) -> Any:
     latest = onnx.defs.onnx_opset_version()
     if not isinstance(opset, int) or not 1 <= opset <= latest:
         raise InputError(f"version_converter: opset {opset!r} is none of 1 to {latest}")
-    return library("onnx.version_converter", None).convert_version(onnx.load(_source), opset)
+    return required("onnx.version_converter", "this tool").convert_version(
+        onnx.load(_source), opset
+    )
 
 
 @adapter
@@ -44,7 +47,7 @@ def float16(_source: Path, _target: Path, /, **options: Any) -> Any:
         >>> result.model.graph.inputs[0].dtype.name, result.nodes
         ('FLOAT16', 2)
     """
-    return library("onnxruntime.transformers.float16", None).convert_float_to_float16(
+    return required("onnxruntime.transformers.float16", "this tool").convert_float_to_float16(
         onnx.load(_source), **options
     )
 
@@ -73,7 +76,10 @@ def symbolic_shape_infer(
         >>> htp_export.tools.symbolic_shape_infer(program).kept
         2
     """
-    tool, model = library("onnxruntime.tools.symbolic_shape_infer", None), onnx.load(_source)
+    tool, model = (
+        required("onnxruntime.tools.symbolic_shape_infer", "this tool"),
+        onnx.load(_source),
+    )
     if (tool.get_opset(model) or 0) < 7:
         raise ValueError("opsets before 7 are not supported")
     # Step by step: if ``infer_shapes`` fails, it leaves the model in the working folder.

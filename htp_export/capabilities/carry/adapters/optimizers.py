@@ -10,9 +10,10 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.adapting import adapter, library
+from htp_export.capabilities.carry.adapting import adapter
 from htp_export.editing.editing import register_constants
 from htp_export.errors import InputError, ToolError
+from htp_export.extras import required
 from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings
 
 __all__ = [
@@ -39,7 +40,7 @@ def onnxslim(_source: Path, _target: Path, /, **options: Any) -> Any:
         >>> [node.metadata_props["htp.module"] for node in result.model.graph]
         ['0', '1']
     """
-    return library("onnxslim").slim(onnx.load(_source), **options)
+    return required("onnxslim", "this tool").slim(onnx.load(_source), **options)
 
 
 @adapter
@@ -53,7 +54,7 @@ def onnxsim(_source: Path, _target: Path, /, **options: Any) -> Any:
         >>> htp_export.tools.onnxsim(program).recovered
         {'tensor': 2}
     """
-    simplified, same = library("onnxsim").simplify(onnx.load(_source), **options)
+    simplified, same = required("onnxsim", "this tool").simplify(onnx.load(_source), **options)
     if not same:
         raise ToolError("onnxsim", "says that its result does not compute what the model did")
     return simplified
@@ -78,7 +79,7 @@ def onnxoptimizer(
         >>> htp_export.tools.onnxoptimizer(program, passes=["eliminate_identity"]).nodes
         2
     """
-    tool = library("onnxoptimizer")
+    tool = required("onnxoptimizer", "this tool")
     wanted = list(passes) if passes is not None else tool.get_fuse_and_elimination_passes()
     return tool.optimize(onnx.load(_source), wanted, fixed_point)
 
@@ -96,10 +97,10 @@ def onnxscript(_source: Path, _target: Path, /, *, fusions: bool = False, **opti
         2
     """
     loaded = ir.load(_source)
-    library("onnxscript.optimizer", None).optimize(loaded, **options)
-    rewritten: ir.Model = library("onnxscript.rewriter", None).rewrite(loaded)
+    required("onnxscript.optimizer", "this tool").optimize(loaded, **options)
+    rewritten: ir.Model = required("onnxscript.rewriter", "this tool").rewrite(loaded)
     if fusions:
-        library("onnxscript.rewriter.ort_fusions", None).optimize_for_ort(rewritten)
+        required("onnxscript.rewriter.ort_fusions", "this tool").optimize_for_ort(rewritten)
     register_constants(rewritten.graph)
     return rewritten
 
@@ -130,7 +131,7 @@ def onnxruntime(
     settings = SessionSettings(tuple(providers))
     settings.check()
     chosen = getattr(
-        library("onnxruntime", None).GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}"
+        required("onnxruntime", "this tool").GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}"
     )
     changes = OptionChanges(
         {"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(_target)}
@@ -154,6 +155,6 @@ def onnxruntime_transformers(
         2
     """
     external = _source.with_name("model.onnx.data").exists()
-    tool = library("onnxruntime.transformers.optimizer", None)
+    tool = required("onnxruntime.transformers.optimizer", "this tool")
     optimized = tool.optimize_model(os.fspath(_source), model_type=model_type, **options)
     optimized.save_model_to_file(os.fspath(_target), use_external_data_format=external)

@@ -9,8 +9,9 @@ from typing import Any
 
 import onnx
 
-from htp_export.capabilities.carry.adapting import adapter, library
+from htp_export.capabilities.carry.adapting import adapter
 from htp_export.errors import InputError
+from htp_export.extras import required
 from htp_export.files.model_files import read_model
 from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.processors import saturates
@@ -38,7 +39,7 @@ def quantize_dynamic(_source: Path, _target: Path, /, **options: Any) -> None:
         >>> {node.op_type: node.metadata_props["htp.module"] for node in result.model.graph}["MatMulInteger"]
         '0'
     """
-    tool = library("onnxruntime.quantization", None)
+    tool = required("onnxruntime.quantization", "this tool")
     _warn_of_saturation(options)
     tool.quantize_dynamic(_source, _target, **options)
 
@@ -60,7 +61,7 @@ def quantize_static(
         >>> result.recovered["inserted"] > 0
         True
     """
-    tool = library("onnxruntime.quantization", None)
+    tool = required("onnxruntime.quantization", "this tool")
     if data is None:
         raise InputError(
             "quantize_static needs data to see activations on: data={name: array}, or an .npz file"
@@ -94,7 +95,7 @@ def matmul_nbits(_source: Path, _target: Path, /, *, bits: int = 4, **options: A
         raise InputError(
             f"matmul_nbits: bits are {bits!r}, and can be {', '.join(map(str, _BITS))}"
         )
-    tool = library("onnxruntime.quantization.matmul_nbits_quantizer", None)
+    tool = required("onnxruntime.quantization.matmul_nbits_quantizer", "this tool")
     quantizer = tool.MatMulNBitsQuantizer(onnx.load(_source), bits=bits, **options)
     quantizer.process()
     return quantizer.model.model

@@ -21,7 +21,8 @@ from htp_export.capabilities.huggingface.packed.weights import (
     PackedCheckpoint,
     integers_in,
 )
-from htp_export.errors import FileError, InputError, described
+from htp_export.errors import FileError, described
+from htp_export.extras import required
 
 _Parts = tuple[Array, Array, "Array | None"]
 """The levels of blocks, their scales, and their zero points, None for the middle of the levels."""
@@ -52,15 +53,10 @@ def read_gguf(file: Path) -> PackedCheckpoint:
         FileError: If the file is not valid GGUF, or transformers does not support its architecture.
         InputError: If the package ``gguf`` is not installed.
     """
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise InputError(
-            f'{file}: GGUF files need gguf; install it with: pip install "htp-export[gguf]"'
-        ) from error
+    gguf = required("gguf", f"{file}: a GGUF file")
     check_gguf_header(file)
     try:
-        reader = GGUFReader(file)
+        reader = gguf.GGUFReader(file)
         names, process = _names(file, reader)
     except FileError:
         raise
@@ -98,7 +94,8 @@ def _dequantized(tensor: Any, process: Callable[[Array, str], Array]) -> Array:
 def _names(file: Path, reader: Any) -> tuple[Mapping[str, str], Callable[[Array, str], Array]]:
     """Name in the file → name in transformers' model; and a function that reorders a tensor as transformers does."""
     import torch
-    import transformers
+
+    transformers = required("transformers")
     from transformers import modeling_gguf_pytorch_utils as gguf_loading
 
     loading: Any = gguf_loading

@@ -31,6 +31,7 @@ from htp_export.editing.editing import (
     replace,
     replace_with,
 )
+from htp_export.extras import required
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import lift_constants
 from htp_export.shapes.known import axes_of, normalized
@@ -182,10 +183,9 @@ def _takes_query_seqlens() -> bool:
 
     With it, several new tokens of several texts can follow a cache.
     """
-    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
-
+    bindings = required("onnxruntime.capi.onnxruntime_pybind11_state", "fuse-group-query-attention")
     names: set[str] = set()
-    for schema in get_all_operator_schema():
+    for schema in bindings.get_all_operator_schema():
         if schema.name == "GroupQueryAttention":
             names.update(formal.name for formal in schema.inputs)
     return "query_seqlens" in names

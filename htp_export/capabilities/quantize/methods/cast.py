@@ -20,6 +20,7 @@ from htp_export.capabilities.quantize.method import Method, Precision
 from htp_export.capabilities.quantize.work import Facts, Left, Work, is_packed
 from htp_export.editing.editing import replace_uses
 from htp_export.editing.submodels import constant_of, remove_unused
+from htp_export.extras import required
 from htp_export.format import tags
 from htp_export.format.recipes import step
 from htp_export.format.tags import Reason
@@ -288,9 +289,8 @@ def _type_names(domain: str, op_type: str, opset: int) -> _TypeNames | None:
         inputs = [formal.type_str for formal in schema.inputs]
         outputs = [formal.type_str for formal in schema.outputs]
     else:
-        from onnxruntime.capi import onnxruntime_pybind11_state
-
-        schemas = onnxruntime_pybind11_state.get_all_operator_schema()
+        bindings = required("onnxruntime.capi.onnxruntime_pybind11_state", f"operators of {domain}")
+        schemas = bindings.get_all_operator_schema()
         known = [schema for schema in schemas if (schema.domain, schema.name) == (domain, op_type)]
         if not known:
             return None

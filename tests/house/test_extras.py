@@ -1,0 +1,125 @@
+"""The package without its extras: it exports, reads and cuts, and names the extra of everything else."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from htp_export import extras
+from htp_export.errors import InputError, TorchChangedError
+from htp_export.exporter.capture.patching import Patch
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+PROJECT_TABLE = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+
+# Inside a process in which the packages of all extras are missing.
+IN_CORE = """
+import sys
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+
+def find_installed(name, path=None, target=None):
+    is_missing = name.partition(".")[0] in sys.argv[1].split(",")
+    return None if is_missing else find_spec(name, path, target)
+
+PathFinder.find_spec = find_installed
+
+import torch
+import htp_export
+from htp_export.errors import InputError
+from htp_export.model.regions import all_nodes
+
+net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3)).eval()
+args = (torch.randn(1, 3, 8, 8),)
+for dynamo in (True, False):
+    file = f"net{int(dynamo)}.onnx"
+    htp_export.export(net, args, file, dynamo=dynamo, verbose=False)
+    tagged = htp_export.load(file)
+    assert len(tagged["0"].nodes) == 1
+    htp_export.extract(file, "0", "part.onnx")
+    htp_export.functions(file, ["**"], "nested.onnx")
+    htp_export.optimize(file, output="small.onnx", level="fused")
+    htp_export.quantize(file, "fp16", "half.onnx")
+    htp_export.carry(file, "small.onnx", "carried.onnx")
+    htp_export.cost(file), htp_export.nodes(file), htp_export.info(file), htp_export.view(file, "page.html")
+    runs = {
+        "verify": lambda: htp_export.verify(net, file, args),
+        "compare": lambda: htp_export.compare(file, "small.onnx"),
+        "profile": lambda: htp_export.profile(file),
+        "quantize": lambda: htp_export.quantize(file, "int8-dynamic", "int8.onnx"),
+        "check": lambda: htp_export.optimize(file, output="checked.onnx", verify=True),
+    }
+    for name, run in runs.items():
+        try:
+            run()
+        except InputError as error:
+            assert 'pip install "htp-export[ort]"' in str(error), (name, error)
+        else:
+            raise AssertionError(f"{name} ran without ONNX Runtime")
+try:
+    htp_export.huggingface.load_model("bert", random_weights=True)
+except InputError as error:
+    assert 'pip install "htp-export[transformers]"' in str(error), error
+"""
+
+
+def packages_of_extras() -> set[str]:
+    """The packages that extras install and that the package itself does not depend on, as they are imported."""
+    core = {name_of(line) for line in PROJECT_TABLE["dependencies"]}
+    optional: set[str] = set()
+    for lines in PROJECT_TABLE["optional-dependencies"].values():
+        optional.update(map(name_of, lines))
+    packages = set(extras._EXTRA_OF)
+    for package, distributions in packages_distributions().items():
+        if optional.intersection(distribution.lower() for distribution in distributions):
+            packages.add(package)
+    return packages - {name.replace("-", "_") for name in core}
+
+
+def name_of(requirement: str) -> str:
+    return re.match(r"[\w.-]+", requirement)[0].lower()
+
+
+def test_the_core_works_alone_and_names_the_extra_that_a_run_needs(tmp_path):
+    missing = ",".join(sorted(packages_of_extras()))
+    process = subprocess.run(
+        [sys.executable, "-c", IN_CORE, missing], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert not (tmp_path / "int8.onnx").exists()
+
+
+def test_no_build_of_onnx_runtime_is_installed_without_asking():
+    # a second build would overwrite the files of the one that the user chose
+    names = [name_of(line) for line in PROJECT_TABLE["dependencies"]]
+    assert not [name for name in names if name.startswith(("onnxruntime", "transformers"))]
+
+
+def test_every_extra_that_a_message_names_exists():
+    extras_of_project = PROJECT_TABLE["optional-dependencies"]
+    for package, extra in extras._EXTRA_OF.items():
+        assert extra in extras_of_project, package
+
+
+def test_a_package_that_is_broken_is_not_said_to_be_missing(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import a_missing_part_of_it")
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = "the page needs broken_package, which cannot be imported: .*a_missing_part_of_it"
+    with pytest.raises(InputError, match=problem):
+        extras.required("broken_package", "the page")
+
+
+def test_a_missing_dependency_of_torch_is_not_a_changed_torch(tmp_path, monkeypatch):
+    (tmp_path / "torch_like.py").write_text("import a_graph_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        InputError, match="torch_like needs a_graph_library, which is not installed"
+    ):
+        Patch("torch_like", "export", lambda original: original).find()
+    with pytest.raises(TorchChangedError):
+        Patch("torch.onnx.no_such_part", "export", lambda original: original).find()
