@@ -28,6 +28,7 @@ from typing import Annotated, Any, Protocol, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from htp_export.command.lazy_sympy import import_onnx_ir
 from htp_export.command.options import Idle, check_options
 from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
 from htp_export.command.streams import has_lost_reader
@@ -238,6 +239,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     parameters += [_declared(name, option, False) for name, option in replacing.items()]
 
     def called(**values: Any) -> None:
+        import_onnx_ir()
         allowed = {name: values.pop(name) for name in replacing}
         inputs = [value for name, value in values.items() if name not in writes]
         with reading(inputs, **allowed):

@@ -7,10 +7,11 @@ bug of htp_export; 130 after Ctrl-C, 143 after SIGTERM.
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -22,7 +23,7 @@ from htp_export.command.streams import (
     quiet_output,
     unwritten_output,
 )
-from htp_export.command.terminal import CheckFailed, error_line
+from htp_export.command.terminal import CheckFailed, error_line, print_text
 from htp_export.errors import HtpExportError, InputError, described
 from htp_export.process.interrupts import Interrupts
 from htp_export.process.restoring import rare_collections
@@ -32,6 +33,7 @@ _INTERNAL_ERROR = 3  # the exit status; 1 is a failed check, 2 is invalid input
 
 _DEBUG = ("--debug",)
 _QUIET = ("--quiet", "-q")
+_AS_PYTHON = "--as-python"
 _TABLES = ("--json", "--csv")
 
 app = typer.Typer(
@@ -65,6 +67,10 @@ def _root(
             "--quiet", "-q", help="Show nothing but errors; may stand after a command, too."
         ),
     ] = False,
+    as_python: Annotated[
+        bool,
+        typer.Option("--as-python", help="Print the Python of the command, and do not run it."),
+    ] = False,
     version: Annotated[
         bool,
         typer.Option(
@@ -95,7 +101,8 @@ def _status(arguments: list[str]) -> int:
     """Run a command, print the message of an error, and return the exit status."""
     debug = not set(_DEBUG).isdisjoint(arguments)
     quiet = not set(_QUIET).isdisjoint(arguments)
-    arguments = [word for word in arguments if word not in (*_DEBUG, *_QUIET)]
+    as_python = _AS_PYTHON in arguments
+    arguments = [word for word in arguments if word not in (*_DEBUG, *_QUIET, _AS_PYTHON)]
     interrupts = Interrupts()
     try:
         with (
@@ -106,7 +113,10 @@ def _status(arguments: list[str]) -> int:
         ):
             if quiet:
                 _check_quiet(arguments)
-            status = app(args=arguments, prog_name="htp-export", standalone_mode=False)
+            run = functools.partial(
+                app, args=arguments, prog_name="htp-export", standalone_mode=False
+            )
+            status = _show_python(run) if as_python else run()
     except (KeyboardInterrupt, typer.Abort):
         status = interrupts.status
     except Exception as error:
@@ -123,6 +133,14 @@ def _status(arguments: list[str]) -> int:
     if status == interrupts.status:  # typer may have caught the exception
         error_line(interrupts.described)
     return status if isinstance(status, int) else 0
+
+
+def _show_python(run: Callable[[], object]) -> int:
+    """Print the Python of a command in place of a run."""
+    from htp_export.command.as_python import python_of
+
+    print_text(python_of(run))
+    return 0
 
 
 def _check_quiet(arguments: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import functools
 import inspect
 import os
@@ -10,7 +11,8 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 from htp_export.errors import InputError
 
@@ -98,6 +100,22 @@ def _fits_items(value: dict[Any, Any], inner: tuple[Any, ...]) -> bool:
 # --- public functions -----------------------------------------------------------------------------------
 
 
+Observer: TypeAlias = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], None]
+"""Called with a public function and its arguments, before the function runs."""
+
+_OBSERVER: ContextVar[Observer | None] = ContextVar("htp_export.observed_calls", default=None)
+
+
+@contextlib.contextmanager
+def observed_calls(observer: Observer) -> Iterator[None]:
+    """In a ``with`` block, call ``observer`` before each public function that has `checks_arguments`."""
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
 def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make a function raise a TypeError for an argument of another type than its parameter.
 
@@ -117,6 +135,8 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if (observer := _OBSERVER.get()) is not None:
+            observer(function, args, kwargs)
         try:
             arguments = signature.bind(*args, **kwargs).arguments
         except TypeError:

@@ -350,6 +350,19 @@ class TestHelp:
         )
         assert run.stderr.strip() == "[]"
 
+    def test_a_command_that_reads_a_file_loads_neither_torch_nor_sympy(self, folder):
+        code = (
+            "import sys; from htp_export.command.main import main; assert main(['tree', 'net.onnx', '-q']) == 0; "
+            "print([name for name in ('torch', 'transformers', 'onnxruntime', 'sympy') if name in sys.modules]); "
+            "from onnx_ir import SymbolicDim; print((SymbolicDim('n') + 1).value); "
+            "print(SymbolicDim('max(n, 3)').evaluate({'n': 2})); "
+            "import sympy; print(sympy.Max(1, 2))"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=folder
+        )
+        assert run.stdout.split("\n") == ["[]", "n + 1", "3", "2", ""]
+
     def test_the_shell_can_complete_commands(self):
         environment = {
             **os.environ,
