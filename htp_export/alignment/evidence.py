@@ -32,7 +32,7 @@ from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.carried_inputs import feed_original, feed_other, simpler_feeds
 from htp_export.runtime.inputs import infer_bound
 from htp_export.runtime.runner import Runner, portions
-from htp_export.runtime.sessions import SessionSettings
+from htp_export.runtime.settings import DEFAULTS
 from htp_export.shapes.operator_kinds import base_op
 
 Model: TypeAlias = tuple[ir.Model, GraphSummary]
@@ -274,7 +274,7 @@ def _compare_values(
             if index in summary.outputs:
                 results.append(array)
         outputs = [str(value.name) for value in after[0].graph.outputs]
-        theirs = Runner(after[0], names[1], SessionSettings()).run(feeds[1], outputs)
+        theirs = Runner(after[0], names[1], DEFAULTS).run(feeds[1], outputs)
         pairs = [(array, results) for array in theirs.values()]
         originals.tolerance = largest_error(pairs, originals.find)
         if math.isinf(originals.tolerance):
@@ -305,7 +305,7 @@ def _tensors_of_run(
             if not op.startswith(_NO_TENSORS):
                 computed.append(value.name)
     expected = _expected_bytes(model, feed, computed)
-    runner = Runner(model, name, SessionSettings())
+    runner = Runner(model, name, DEFAULTS)
     for wanted in portions(expected, PORTION_BYTES):
         arrays = runner.run(feed, wanted)
         for tensor in wanted:

@@ -246,12 +246,14 @@ class DataOptions:
     def arrays(self, file: Path, what: str, seed: int = 0) -> Mapping[str, Any] | None:
         """Return the inputs of one run of a file; None without options. ``what`` is the command, for messages."""
         from htp_export.model.tagged import load
-        from htp_export.runtime.data import Samples
+        from htp_export.runtime.samples import Samples
+        from htp_export.runtime.settings import RunSettings
 
         keywords = self.keywords
         if not any(keywords.values()):
             return None
-        return Samples.of(**keywords, model=load(file).model, seed=seed).only(what).arrays
+        settings = RunSettings(**keywords, seed=seed)
+        return Samples.of(settings, load(file).model).only(what).arrays
 
 
 def runs_on(

@@ -14,6 +14,7 @@ from htp_export.format.leaves import tensors_in
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, check_elements
 from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.settings import RunSettings
 
 _SIZES = (2, 5, 3)  # of open dimensions, in turn: distinct, so that swapped dimensions are an error
 
@@ -131,7 +132,7 @@ def feed_original(
     inputs = Inputs.of(model)
     if given is not None:
         return dict(inputs.feed(given).arrays)
-    return dict(inputs.random(open_sizes=_SIZES, seed=seed).arrays)
+    return dict(inputs.random(RunSettings(seed=seed), open_sizes=_SIZES).arrays)
 
 
 def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Array]:
