@@ -328,12 +328,9 @@ def _load(model: RunnableModel, settings: RunSettings, changes: OptionChanges) -
     import onnxruntime
 
     settings.check_providers()
-    options = (
-        settings.session_options
-        if settings.session_options is not None
-        else onnxruntime.SessionOptions()
-    )
-    if model.weights and settings.session_options is not None:
+    given = settings.session_options
+    options = onnxruntime.SessionOptions() if given is None else given
+    if model.weights and given is not None:
         raise ValueError("a user's SessionOptions would keep these weights")
     for name, value in model.weights.items():
         options.add_initializer(name, value)
@@ -347,11 +344,7 @@ def _load(model: RunnableModel, settings: RunSettings, changes: OptionChanges) -
             entries[DISABLED] = ";".join(filter(None, disabled))
     changes = OptionChanges({**quiet, **changes.attributes}, {**entries, **changes.entries})
     source = model.source if isinstance(model.source, bytes) else os.fspath(model.source)
-    with (
-        _restored(options, changes)
-        if settings.session_options is not None
-        else contextlib.nullcontext()
-    ):
+    with contextlib.nullcontext() if given is None else _restored(given, changes):
         _set(options, changes.attributes, changes.entries)
         return onnxruntime.InferenceSession(source, options, providers=list(settings.providers))
 

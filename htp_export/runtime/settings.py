@@ -27,7 +27,8 @@ class RunSettings:
     and arrays.
 
     Attributes:
-        data: Inputs of the user, in one of the forms of `Data`; None for random inputs.
+        data: Inputs of the user, in one of the forms of `Data`; None for random inputs. An iterator
+            is read once, by `Samples` or `with_one_run`.
         dims: Name of an open dimension → size, which ``data`` must have, and random inputs get.
         shapes: Input name → shape, for random inputs.
         seed: The seed of random inputs.

@@ -42,11 +42,7 @@ class AutoPrecision:
     - On x86 without VNNI, products of unsigned and signed integers saturate: weights get 7 bits.
     """
 
-    def __init__(
-        self,
-        tagged: TaggedModel,
-        settings: RunSettings = DEFAULTS,
-    ) -> None:
+    def __init__(self, tagged: TaggedModel, settings: RunSettings = DEFAULTS) -> None:
         # The work follows from sizes; data, which may be large, are not read for it.
         self._tagged, self._settings = tagged, replace(settings, data=None)
         self.notes: list[str] = []
