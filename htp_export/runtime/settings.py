@@ -18,13 +18,12 @@ HOST = "CPUExecutionProvider"
 class RunSettings:
     """The inputs of a model, and how ONNX Runtime runs it: all that a run depends on besides the model.
 
-    Public functions have these fields as keyword arguments, or some of them, and pass them on as
-    one object. `Samples` are the inputs of runs, `Inputs.random` those of one random run,
-    `run_by_shapes` follows a run without running it, and a `Session` runs a model.
+    Public functions have these fields, or some of them, as keyword arguments, and pass them on as
+    one object, from which internal functions take what they need: `Samples` and `Inputs.random`
+    the inputs of runs, ``run_by_shapes`` the shapes of one run, `Session` the providers.
 
-    Settings do not depend on a model when they are made. Their values are checked when they are
-    used: the methods below check those that no model is needed for, `Inputs` checks names, sizes
-    and arrays.
+    Settings are made without a model, and checked when they are used: the methods below check
+    values, `Inputs` checks names, sizes and arrays, which depend on the model.
 
     Attributes:
         data: Inputs of the user, in one of the forms of `Data`; None for random inputs. An iterator
@@ -33,8 +32,8 @@ class RunSettings:
         shapes: Input name → shape, for random inputs.
         seed: The seed of random inputs.
         providers: Execution providers in order of preference, as for
-            ``onnxruntime.InferenceSession``. If there are none, those of ``session_options`` are
-            used, such as plugins.
+            ``onnxruntime.InferenceSession``. Without providers, ``session_options`` name
+            them, such as plugins.
         session_options: An ``onnxruntime.SessionOptions`` of the user, which is restored
             afterwards; None for the default.
         runs: Number of timed runs; 0 for no times.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 
 from htp_export.command.model_options import FILE_IDLE, LookOptions, names_file
-from htp_export.command.options import DataOption, DimsOption, Idle, JsonOption, runs_on
+from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, check_output, show_written, written_page
+from htp_export.command.run_options import InputOptions
 from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import Steps, print_json, show
 from htp_export.errors import InputError
@@ -62,6 +63,7 @@ _MEASURES = {
 
 def view_command(
     model: LookOptions,
+    runs_on: InputOptions,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="The page.", show_default="FILE.html"),
@@ -77,8 +79,6 @@ def view_command(
     measure: Annotated[
         str | None, "Measure it first: time (as `profile`), cost, or both by comma: time,cost."
     ] = None,
-    data: DataOption = None,
-    dims: DimsOption = None,
     explorer: Annotated[
         bool | None,
         typer.Option(
@@ -115,7 +115,7 @@ def view_command(
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve exclude each other; choose one")
     kinds = measured_kinds(measure or ())
-    given = runs_on(data, dims, model.shapes if model.is_file else None)
+    given = model.run_keywords(runs_on)
     results: list[Any] = [path for path in (profile, cost, verify) if path is not None]
     results += result or ()
 
