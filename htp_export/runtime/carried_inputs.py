@@ -125,14 +125,13 @@ def _numbers(name: str) -> frozenset[str]:
     return frozenset(word for word in words(name) if word.isdigit())
 
 
-def feed_original(
-    model: ir.Model, given: Mapping[str, Any] | None, seed: int = 0
-) -> dict[str, Array]:
-    """Return checked inputs of the original model: ``given``, by its names, or random ones."""
+def feed_original(model: ir.Model, settings: RunSettings) -> dict[str, Array]:
+    """Return checked inputs of the original model: the data of one run, by its names, or random ones."""
     inputs = Inputs.of(model)
+    given: Any = settings.data
     if given is not None:
         return dict(inputs.feed(given).arrays)
-    return dict(inputs.random(RunSettings(seed=seed), open_sizes=_SIZES).arrays)
+    return dict(inputs.random(settings, open_sizes=_SIZES).arrays)
 
 
 def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Array]:
