@@ -14,7 +14,7 @@ HOST = "CPUExecutionProvider"
 """The execution provider that every ONNX Runtime has, and the default."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # arrays are compared element by element
 class RunSettings:
     """The inputs of a model, and how ONNX Runtime runs it: all that a run depends on besides the model.
 
@@ -32,8 +32,8 @@ class RunSettings:
         shapes: Input name → shape, for random inputs.
         seed: The seed of random inputs.
         providers: Execution providers in order of preference, as for
-            ``onnxruntime.InferenceSession``. Without providers, ``session_options`` name
-            them, such as plugins.
+            ``onnxruntime.InferenceSession``. Without providers, ``session_options`` name them, such
+            as plugins.
         session_options: An ``onnxruntime.SessionOptions`` of the user, which is restored
             afterwards; None for the default.
         runs: Number of timed runs; 0 for no times.
