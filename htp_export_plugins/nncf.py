@@ -34,7 +34,7 @@ from htp_export.files.parsing import model_from_proto
 from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.runner import Runner
-from htp_export.runtime.sessions import SessionSettings
+from htp_export.runtime.settings import DEFAULTS
 from htp_export.shapes.operator_kinds import subgraphs
 from htp_export.weights.products import weight_axes, weight_place
 
@@ -233,7 +233,7 @@ class Weights(Method):
         original = part.proto()
         _put_onnx_first(original)
         outputs = [str(value.name) for value in part.model.graph.outputs]
-        with Runner(part.model, "the part for NNCF", SessionSettings()).opened(outputs) as run:
+        with Runner(part.model, "the part for NNCF", DEFAULTS).opened(outputs) as run:
             expected = run(runs[0])
         with _calling_nncf(self.precision):
             made: onnx.ModelProto = _nncf().compress_weights(original, **self._arguments(runs))
@@ -362,7 +362,7 @@ def _checked(
     try:
         onnx.checker.check_model(made)
         model = model_from_proto(made)
-        with Runner(model, "the result", SessionSettings()).opened(list(expected)) as run:
+        with Runner(model, "the result", DEFAULTS).opened(list(expected)) as run:
             outputs = run(feed)
     except Exception as error:
         raise ToolError("nncf", f"made an invalid model: {described(error)}") from error
@@ -390,7 +390,7 @@ def _measured(
         if value.const_value and _is_wide(value.const_value.numpy()):
             wide.add(str(value.name))
     expected: dict[str, Array] = {}
-    with Runner(model, "the part for NNCF", SessionSettings(), use_up=True).opened(computed) as run:
+    with Runner(model, "the part for NNCF", DEFAULTS, use_up=True).opened(computed) as run:
         for feed in runs:
             results = run(feed)
             for name, array in (*feed.items(), *results.items()):

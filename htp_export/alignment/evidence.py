@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -32,7 +32,7 @@ from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
 from htp_export.runtime.carried_inputs import feed_original, feed_other, simpler_feeds
 from htp_export.runtime.inputs import infer_bound
 from htp_export.runtime.runner import Runner, portions
-from htp_export.runtime.sessions import SessionSettings
+from htp_export.runtime.settings import DEFAULTS, RunSettings
 from htp_export.shapes.operator_kinds import base_op
 
 Model: TypeAlias = tuple[ir.Model, GraphSummary]
@@ -50,7 +50,7 @@ _NO_TENSORS = ("Sequence", "SplitToSequence", "Optional")
 
 
 def weights_then_values(
-    before: Model, after: Model, data: Mapping[str, Any] | None, seed: int = 0
+    before: Model, after: Model, settings: RunSettings
 ) -> Iterator[tuple[AlignmentEvidence, str]]:
     """Yield the evidence of weights, and then that of weights and values.
 
@@ -60,17 +60,16 @@ def weights_then_values(
     Args:
         before: The original.
         after: The other model.
-        data: Input name of the original → array; None for random inputs.
-        seed: Seed of the random inputs.
+        settings: The inputs of the original: those of one run, or random ones.
 
     Raises:
-        InputError: If ``data`` are not the inputs of the original.
+        InputError: If the data are not the inputs of the original.
     """
     feed, problems = dict[str, Array](), list[str]()
     try:
-        feed = feed_original(before[0], data, seed)
+        feed = feed_original(before[0], settings)
     except InputError as error:
-        if data is not None:
+        if settings.data is not None:
             raise
         problems.append(str(error))
     evidence = AlignmentEvidence(inputs=input_pairs(before[1], after[1]))
@@ -274,7 +273,7 @@ def _compare_values(
             if index in summary.outputs:
                 results.append(array)
         outputs = [str(value.name) for value in after[0].graph.outputs]
-        theirs = Runner(after[0], names[1], SessionSettings()).run(feeds[1], outputs)
+        theirs = Runner(after[0], names[1], DEFAULTS).run(feeds[1], outputs)
         pairs = [(array, results) for array in theirs.values()]
         originals.tolerance = largest_error(pairs, originals.find)
         if math.isinf(originals.tolerance):
@@ -305,7 +304,7 @@ def _tensors_of_run(
             if not op.startswith(_NO_TENSORS):
                 computed.append(value.name)
     expected = _expected_bytes(model, feed, computed)
-    runner = Runner(model, name, SessionSettings())
+    runner = Runner(model, name, DEFAULTS)
     for wanted in portions(expected, PORTION_BYTES):
         arrays = runner.run(feed, wanted)
         for tensor in wanted:

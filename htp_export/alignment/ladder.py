@@ -6,8 +6,8 @@ owners that weights and values do not prove stay unknown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -23,6 +23,7 @@ from htp_export.alignment.unnamed_alignment import UnnamedAlignment, input_pairs
 from htp_export.format.tags import Reason, below
 from htp_export.lineage.owner_rule import Owned
 from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.settings import DEFAULTS, RunSettings
 
 _KEPT = 0.5
 """Share of tensors with their names that proves names: tools keep 0.7, other exporters none."""
@@ -57,8 +58,7 @@ class Found:
 def find_owners(
     origin: Origin,
     model: ir.Model,
-    data: Mapping[str, Any] | None = None,
-    seed: int = 0,
+    settings: RunSettings = DEFAULTS,
     sure: bool = False,
 ) -> Found:
     """Find the owners of a model's nodes, with more evidence until all are known.
@@ -66,18 +66,18 @@ def find_owners(
     Args:
         origin: The original model.
         model: The model.
-        data: Input name of the original → array, to compare values; None for random inputs.
-        seed: Seed of the random inputs.
+        settings: The inputs of the original, to compare values: those of one run, or random ones.
         sure: Whether a tool certainly derived the model from the original; otherwise its names
             have to prove that.
 
     Raises:
         InputError: If the data are not the inputs of the original.
     """
-    if data is not None and origin.model is not None:
-        data = Inputs.of(origin.model).feed(data).arrays
+    given: Any = settings.data
+    if given is not None and origin.model is not None:
+        settings = replace(settings, data=Inputs.of(origin.model).feed(given).arrays)
     after = summarize(model, model.functions.values())
-    return _by_names(origin, model, after, sure) or _without_names(origin, model, after, data, seed)
+    return _by_names(origin, model, after, sure) or _without_names(origin, model, after, settings)
 
 
 def _by_names(origin: Origin, model: ir.Model, summary: _Summary, sure: bool) -> Found | None:
@@ -98,7 +98,7 @@ def _by_names(origin: Origin, model: ir.Model, summary: _Summary, sure: bool) ->
 
 
 def _without_names(
-    origin: Origin, model: ir.Model, summary: _Summary, data: Mapping[str, Any] | None, seed: int
+    origin: Origin, model: ir.Model, summary: _Summary, settings: RunSettings
 ) -> Found:
     """The owners by structure and weights, or else by values, too; others are unknown."""
     before, (after, nodes) = origin.summary, summary
@@ -118,7 +118,7 @@ def _without_names(
     else:
         from htp_export.alignment.evidence import weights_then_values
 
-        steps = weights_then_values((origin.model, before), (model, after), data, seed)
+        steps = weights_then_values((origin.model, before), (model, after), settings)
     unnamed = without_names(after)
     for evidence, not_compared in steps:
         alignment = UnnamedAlignment(before, unnamed, evidence)

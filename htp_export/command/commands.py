@@ -246,11 +246,14 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             for name, mark in writes.items():
                 if mark.kind is not None and values[name] is not None:
                     check_output(values[name], mark.kind)
+            arguments = dict(values)
             for name, kind in groups.items():
-                fields = {field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
-                values[name] = kind(**fields)
+                fields = {field.name: values[field.name] for field in dataclasses.fields(kind)}
+                for option in fields:
+                    arguments.pop(option, None)  # an option may be in two groups
+                arguments[name] = kind(**fields)
             with rules_as_typed(values.get("plan"), values.get("rule")):
-                command(**values)
+                command(**arguments)
 
     called.__doc__, called.__name__ = command.__doc__, command.__name__
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -265,6 +268,7 @@ def _parameters(
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type[Any]] = {}
+    in_groups: dict[str, Any] = {}  # option → its type, which contains its help
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
         if not dataclasses.is_dataclass(kind):
@@ -272,8 +276,9 @@ def _parameters(
             continue
         groups[parameter.name] = kind  # type: ignore[assignment] # a dataclass, not an instance of one
         field_types = get_type_hints(kind, include_extras=True)
-        parameters += [
-            _declared(field.name, field_types[field.name], field.default)
-            for field in dataclasses.fields(kind)
-        ]
+        for field in dataclasses.fields(kind):
+            if in_groups.get(field.name) == field_types[field.name]:
+                continue  # the same option in two groups
+            in_groups[field.name] = field_types[field.name]
+            parameters.append(_declared(field.name, field_types[field.name], field.default))
     return parameters, groups

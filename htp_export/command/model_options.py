@@ -8,14 +8,15 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from htp_export.command.options import Idle, ShapesOption, seed_option
+from htp_export.command.options import Idle, seed_option
+from htp_export.command.run_options import InputOptions, ShapesOption
 from htp_export.command.terminal import Steps, notice_line
 from htp_export.discovery import provider
 from htp_export.errors import InputError, ModelSourceError
@@ -315,6 +316,10 @@ class LookOptions(ModelOptions):
         if onnx.serialization.registry.get_format_from_file_extension(suffix):
             return True
         return not (os.path.isdir(self.source) or re.fullmatch(_MODEL_NAME, self.source))  # noqa: PTH112 - as above
+
+    def run_keywords(self, runs_on: InputOptions) -> dict[str, Any]:
+        """Return the arguments of a run. For a PyTorch model, ``--shapes`` is about its example inputs."""
+        return (runs_on if self.is_file else replace(runs_on, shapes=None)).keywords
 
     def look(self, *, quiet: bool = False) -> Looked:
         """Return the file, or a graph of the model; how it was captured, and why not better, is printed to stderr."""

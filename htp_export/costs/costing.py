@@ -15,7 +15,8 @@ from htp_export.editing.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import Contents, contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel
-from htp_export.runtime.data import Data, single_run
+from htp_export.runtime.data import Data
+from htp_export.runtime.settings import RunSettings
 
 _SUMMED = ("macs", "flops", "other_flops", "activation_bytes", "traffic_bytes")
 _Sums: TypeAlias = defaultdict[str, Counter[str]]
@@ -66,8 +67,9 @@ def cost(
         >>> report.peak.bytes, report.uncounted
         (56, {})
     """
+    settings = RunSettings(data, dims, shapes)
     tagged = read_flat(model)
-    run = run_by_shapes(tagged, single_run(data, "cost"), dims, shapes)
+    run = run_by_shapes(tagged, settings.with_one_run("cost"))
     nodes = _nodes(run, all_formulas(formulas))
     timeline = Timeline(run)
     contents = contents_of(tagged)

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from htp_export.format.bounds import LARGEST
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.inputs import Inputs, default_shapes
+from htp_export.runtime.settings import DEFAULTS, RunSettings
 from htp_export.shapes.inference import Inference
 from htp_export.shapes.known import MOST_ELEMENTS, Dims, Fact, Operation, possible
 from htp_export.shapes.operator_kinds import RESHAPING, VIEW, is_standard
@@ -172,30 +173,26 @@ def walk(steps: Sequence[RunStep], times: int = 1) -> Iterator[tuple[RunStep, in
 _VIEWS = RESHAPING | {"Identity"}
 
 
-def run_by_shapes(
-    tagged: TaggedModel,
-    inputs: Mapping[str, Any] | None = None,
-    dims: Mapping[str, int] | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-) -> Run:
+def run_by_shapes(tagged: TaggedModel, settings: RunSettings = DEFAULTS) -> Run:
     """Infer one run of a model without functions; a function that was not inlined is one step.
 
     Args:
         tagged: The model.
-        inputs: Input name → example, any object with a ``shape`` or nested lists.
-        dims: Open dimension → size; 1, with a note, if nothing determines it.
-        shapes: Input name → shape.
+        settings: Open dimensions of unknown size are 1, with a note. ``data`` are examples of one
+            run, as of `RunSettings.with_one_run`: objects with a ``shape`` or nested lists. Inputs
+            without an example have the shape in ``shapes``.
 
     Raises:
         InputError: Sizes contradict each other or the model, or the rank of an input is unknown.
     """
     examples: dict[str, Any] = {}
     example_shapes: dict[str, Sequence[int]] = {}
-    for name, example in (inputs or {}).items():
+    given: Any = settings.data or {}  # arrays by input name: those of one run
+    for name, example in given.items():
         examples[name] = example if hasattr(example, "shape") else np.asarray(example)
         example_shapes[name] = tuple(map(int, examples[name].shape))
     wanted = Inputs.of(tagged.model)
-    bindings = wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})})
+    bindings = wanted.bind(dims=settings.dims, shapes={**example_shapes, **(settings.shapes or {})})
     bound, notes = wanted.assume(bindings)
     bound.check()
     tensors: dict[str, Tensor] = {}

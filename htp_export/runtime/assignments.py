@@ -16,11 +16,9 @@ from htp_export.runtime.sessions import (
     Assigned,
     OptionChanges,
     RunnableModel,
-    SessionSettings,
 )
+from htp_export.runtime.settings import HOST, RunSettings
 from htp_export.runtime.traces import session_and_graph
-
-HOST = "CPUExecutionProvider"
 
 _COPIES = frozenset(("MemcpyFromHost", "MemcpyToHost"))
 
@@ -44,7 +42,7 @@ class Assignment:
 
 def assign(
     model: RunnableModel,
-    settings: SessionSettings,
+    settings: RunSettings,
     folder: Path,
     entries: Mapping[str, str] | None = None,
 ) -> Assignment:
@@ -64,7 +62,7 @@ def assign(
 
 
 def _divided_graph(
-    model: RunnableModel, settings: SessionSettings, folder: Path, changes: OptionChanges
+    model: RunnableModel, settings: RunSettings, folder: Path, changes: OptionChanges
 ) -> ir.Model:
     """Return the graph that ONNX Runtime partitions: that of a session without the later optimisations.
 
@@ -75,13 +73,17 @@ def _divided_graph(
 
     levels = onnxruntime.GraphOptimizationLevel
     level = levels.ORT_ENABLE_ALL
-    if settings.options is not None:
-        level = settings.options.graph_optimization_level
+    if settings.session_options is not None:
+        level = settings.session_options.graph_optimization_level
     level = min(level, levels.ORT_ENABLE_BASIC, key=lambda level: int(level.value))
     changes = replace(changes, attributes={**changes.attributes, "graph_optimization_level": level})
     _, graph = session_and_graph(model, settings, folder, changes)
     if graph is None:
-        on_cpu = SessionSettings((HOST,), settings.options if settings.providers else None)
+        on_cpu = replace(
+            settings,
+            providers=(HOST,),
+            session_options=settings.session_options if settings.providers else None,
+        )
         session, graph = session_and_graph(model, on_cpu, folder, changes)
         if graph is None:
             raise OnnxRuntimeError(session.model.name, "load", "it cannot write its graph")

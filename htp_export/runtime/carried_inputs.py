@@ -14,6 +14,7 @@ from htp_export.format.leaves import tensors_in
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, check_elements
 from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.settings import RunSettings
 
 _SIZES = (2, 5, 3)  # of open dimensions, in turn: distinct, so that swapped dimensions are an error
 
@@ -124,14 +125,13 @@ def _numbers(name: str) -> frozenset[str]:
     return frozenset(word for word in words(name) if word.isdigit())
 
 
-def feed_original(
-    model: ir.Model, given: Mapping[str, Any] | None, seed: int = 0
-) -> dict[str, Array]:
-    """Return checked inputs of the original model: ``given``, by its names, or random ones."""
+def feed_original(model: ir.Model, settings: RunSettings) -> dict[str, Array]:
+    """Return checked inputs of the original model: the data of one run, by its names, or random ones."""
     inputs = Inputs.of(model)
+    given: Any = settings.data
     if given is not None:
         return dict(inputs.feed(given).arrays)
-    return dict(inputs.random(open_sizes=_SIZES, seed=seed).arrays)
+    return dict(inputs.random(settings, open_sizes=_SIZES).arrays)
 
 
 def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Array]:

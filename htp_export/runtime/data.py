@@ -1,4 +1,4 @@
-"""Data of a user: the inputs of runs in all accepted forms, checked against the inputs of a model.
+"""Data of a user: the inputs of runs in all accepted forms, before they are checked for a model.
 
 One run is a mapping from input name to array, or an ``.npz`` file. Data are one run, several runs,
 a folder of ``.npz`` files, or ``"package.module:factory"``, a function that returns data. Only an
@@ -9,98 +9,20 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import onnx_ir as ir
-
 from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.files.npz_file import NpzArrays
-from htp_export.process.argument_types import MOST_SEED, check_whole
-from htp_export.process.progress import counted
 from htp_export.process.user_code import call_factory, iterated, names_factory, user_code
-from htp_export.runtime.arrays import Array
-from htp_export.runtime.inputs import Feed, Inputs
 
 Run: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 """One run: input name → array, or an ``.npz`` file, which is read when the run starts."""
 Data: TypeAlias = Run | Iterable[Run]
 """One run, or several; a folder of ``.npz`` files; or ``"package.module:factory"``, which returns data."""
 
-_RANDOM_RUNS = 4  # with more random data, ranges and medians hardly change
 _FORMS = "arrays by input name, several of these, an .npz file, a folder of them, or 'package.module:factory'"
-
-
-@dataclass(frozen=True)
-class Samples:
-    """The inputs of several runs, each checked when it is reached; each iteration starts from the first run.
-
-    ``given`` is None for random values, whose sizes are ``dims`` and ``shapes``. The data of a user
-    must have the sizes ``dims``.
-    """
-
-    given: Iterable[Run] | None
-    inputs: Inputs
-    dims: Mapping[str, int] | None = None
-    shapes: Mapping[str, Sequence[int]] | None = None
-    seed: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        data: Data | None,
-        model: ir.Model,
-        *,
-        dims: Mapping[str, int] | None = None,
-        shapes: Mapping[str, Sequence[int]] | None = None,
-        seed: int = 0,
-        passes: int = 1,
-    ) -> Samples:
-        """Create samples from the data of a user; random ones for None.
-
-        ``passes`` is the number of iterations: if there are several, the runs of an iterator are
-        kept in memory. An InputError for invalid data, whose subclasses name the file or the
-        factory at fault, and for an iterator that is read again although ``passes`` is 1.
-        """
-        check_whole("seed", seed, 0, MOST_SEED - _RANDOM_RUNS)
-        return cls(_runs_of(data, shapes, seed, passes), Inputs.of(model), dims, shapes, seed)
-
-    @property
-    def random(self) -> bool:
-        """Whether the values are random, so that results on them do not show the accuracy of the model."""
-        return self.given is None
-
-    def __iter__(self) -> Iterator[Mapping[str, Array]]:
-        given = self.given
-        if given is None:
-            for number in counted(range(_RANDOM_RUNS), "random runs"):
-                yield self.inputs.random(self.dims, self.shapes, self.seed + number).arrays
-            return
-        runs = counted(given, "runs") if isinstance(given, Sequence) else iterated(given, "data")
-        is_empty = True
-        for number, run in enumerate(runs):
-            is_empty = False
-            yield self._feed(run, f"data, run {number}").arrays
-        if is_empty:
-            raise InputError("data have no runs; give a mapping of input name → array for each run")
-
-    def only(self, what: str) -> Feed:
-        """Return the inputs of the only run; an `InputError` if there are several. ``what`` accepts only one run."""
-        if self.given is None:
-            return self.inputs.random(self.dims, self.shapes, self.seed)
-        return self._feed(_one(self.given, what), "data")
-
-    def _feed(self, run: Run, name: str) -> Feed:
-        if isinstance(run, str | os.PathLike):
-            name = os.fspath(run)
-        try:
-            return self.inputs.feed(arrays_of(run), self.dims)
-        except FileError:
-            raise
-        except InputError as error:
-            raise InputError(f"{name}: {error}") from error
 
 
 def single_run(data: Data | None, what: str) -> Any:
@@ -111,8 +33,8 @@ def single_run(data: Data | None, what: str) -> Any:
     Raises:
         InputError: If there are several runs, or none. See `Samples.of` for further errors.
     """
-    given = _runs_of(data)
-    return None if given is None else arrays_of(_one(given, what))
+    given = runs_of(data)
+    return None if given is None else arrays_of(only_run(given, what))
 
 
 def check_runs(data: Data | None) -> None:
@@ -122,14 +44,14 @@ def check_runs(data: Data | None) -> None:
             _files(item)
 
 
-def _runs_of(
-    data: Data | None, shapes: object = None, seed: int = 0, passes: int = 1
-) -> Iterable[Run] | None:
-    """Return the runs of data without reading them; None for None."""
+def runs_of(data: Data | None, seed: int = 0, passes: int = 1) -> Iterable[Run] | None:
+    """Return the runs of data without reading them; None for None.
+
+    ``seed`` is passed to a factory. ``passes`` is the number of iterations: if there are several,
+    the runs of an iterator are kept in memory.
+    """
     if data is None:
         return None
-    if shapes:
-        raise InputError("shapes are for random inputs; give either shapes or data")
     runs = _runs(data, seed)
     if not _is_iterator(runs):
         return runs
@@ -211,7 +133,8 @@ def arrays_of(run: Any) -> Any:
     return NpzArrays(run) if isinstance(run, str | os.PathLike) else run
 
 
-def _one(runs: Iterable[Run], what: str) -> Run:
+def only_run(runs: Iterable[Run], what: str) -> Run:
+    """Return the only run; an `InputError` if there are several, or none. ``what`` accepts only one run."""
     first_two = list(itertools.islice(iterated(runs, "data"), 2))
     if len(first_two) == 1:
         return first_two[0]

@@ -14,7 +14,6 @@ import onnx_ir as ir
 from htp_export.errors import InputError, OpenDimensionError, nearest_names
 from htp_export.files.npz_file import NpzArrays
 from htp_export.format.bounds import LARGEST, MOST_DIMENSIONS
-from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import (
     Input,
@@ -23,6 +22,7 @@ from htp_export.runtime.declared_inputs import (
     in_precision_of,
     random_array,
 )
+from htp_export.runtime.settings import DEFAULTS, RunSettings
 from htp_export.shapes.expressions import evaluate, names_in
 from htp_export.shapes.symbolic import Symbolic
 
@@ -213,9 +213,7 @@ class Inputs:
 
     def random(
         self,
-        dims: Mapping[str, int] | None = None,
-        shapes: Mapping[str, Sequence[int]] | None = None,
-        seed: int = 0,
+        settings: RunSettings = DEFAULTS,
         *,
         open_sizes: Sequence[int] = (1,),
         true: float = 1.0,
@@ -225,10 +223,11 @@ class Inputs:
         Integers that index a table of one row are 0. ``open_sizes`` are for the remaining open
         dimensions, as in `assume`; ``true`` is the probability that a boolean is true.
         """
-        bound, notes = self.assume(self.bind(dims=dims, shapes=shapes), open_sizes)
-        if dims:
+        wanted = self.bind(dims=settings.dims, shapes=settings.shapes)
+        bound, notes = self.assume(wanted, open_sizes)
+        if settings.dims:
             bound.check()
-        generator = np.random.default_rng(check_whole("seed", seed, 0, MOST_SEED))
+        generator = np.random.default_rng(settings.check_seed())
         arrays: dict[str, Array] = {}
         for declared in self:
             shape = bound.shapes[declared.name]

@@ -27,9 +27,9 @@ from htp_export.runtime.sessions import (
     OptionChanges,
     RunnableModel,
     Session,
-    SessionSettings,
     as_written,
 )
+from htp_export.runtime.settings import DEFAULTS, RunSettings
 
 # smaller weights stay in the model: shape inference reads them, and sharing saves no memory
 _SMALL_BYTES = 1024
@@ -45,11 +45,11 @@ class Runner:
     """
 
     def __init__(
-        self, model: ir.Model, name: str, settings: SessionSettings, *, use_up: bool = False
+        self, model: ir.Model, name: str, settings: RunSettings, *, use_up: bool = False
     ) -> None:
         self._settings = settings
         self._outputs = frozenset(value.name for value in model.graph.outputs)
-        if settings.options is not None:
+        if settings.session_options is not None:
             files = contextlib.ExitStack()
             weakref.finalize(self, files.close)
             runnable = RunnableModel.of(model, name, files.enter_context(temporary_folder()))
@@ -173,7 +173,7 @@ Metric: TypeAlias = Callable[[Outputs], float]
 
 
 def outputs_of(
-    runnable: RunnableModel, feeds: Iterable[Mapping[str, Array]], settings: SessionSettings
+    runnable: RunnableModel, feeds: Iterable[Mapping[str, Array]], settings: RunSettings
 ) -> list[dict[str, Array]]:
     """Return the outputs of a model for each of the inputs, as in an application.
 
@@ -213,7 +213,7 @@ def measured_metric(
     """Return the result of a metric for a model, which runs on the CPU; ``name`` is its name in errors."""
     with temporary_folder() as folder:
         runnable = RunnableModel.of(model, name, folder)
-        return metric_value(metric, outputs_of(runnable, feeds, SessionSettings()))
+        return metric_value(metric, outputs_of(runnable, feeds, DEFAULTS))
 
 
 TIMED_RUNS = 20  # single slow runs do not move their median

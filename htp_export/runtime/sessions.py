@@ -23,6 +23,7 @@ from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, to_ort
 from htp_export.runtime.faulty_optimizers import DISABLED, faulty_optimizers
 from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.settings import DEFAULTS, RunSettings
 
 LARGE_BYTES = 256 << 20
 """A model with more bytes of weights in memory is written to a file first: ONNX Runtime would copy them."""
@@ -41,41 +42,14 @@ _NODE_AT_FAULT = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class SessionSettings:
-    """Execution providers in order of preference, as for ``onnxruntime.InferenceSession``, and options.
-
-    ``options`` is an ``onnxruntime.SessionOptions`` of the user, which is restored afterwards.
-    Without providers, those of ``options`` are used, such as plugins.
-    """
-
-    providers: Sequence[Any] = ("CPUExecutionProvider",)
-    options: Any = None
-
-    @property
-    def at_once(self) -> int:
-        """The number of kernels that may run at the same time: one, except in the parallel execution mode."""
-        onnxruntime = required("onnxruntime")
-
-        options = self.options
-        if options is None or options.execution_mode != onnxruntime.ExecutionMode.ORT_PARALLEL:
-            return 1
-        return int(options.inter_op_num_threads) or os.cpu_count() or 1
-
-    def check(self) -> None:
-        """Refuse execution providers that are not available, as in `check_providers`."""
-        check_providers(self.providers)
-
-
-def check_providers(providers: Sequence[Any]) -> None:
-    """Refuse execution providers that are not available; ONNX Runtime would silently use the CPU instead."""
+def kernels_at_once(settings: RunSettings) -> int:
+    """Return the number of kernels that may run at the same time: one, except in the parallel execution mode."""
     onnxruntime = required("onnxruntime")
 
-    available = onnxruntime.get_available_providers()
-    for provider in providers:
-        name = provider if isinstance(provider, str) else provider[0]
-        if name not in available:
-            raise InputError(f"this ONNX Runtime has no {name}, only {', '.join(available)}")
+    options = settings.session_options
+    if options is None or options.execution_mode != onnxruntime.ExecutionMode.ORT_PARALLEL:
+        return 1
+    return int(options.inter_op_num_threads) or os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -221,12 +195,12 @@ class Session:
     def __init__(
         self,
         model: RunnableModel,
-        settings: SessionSettings | None = None,
+        settings: RunSettings = DEFAULTS,
         changes: OptionChanges | None = None,
     ) -> None:
         self.model = model
         with model.failing_to("load"):
-            self._session = _load(model, settings or SessionSettings(), changes or OptionChanges())
+            self._session = _load(model, settings, changes or OptionChanges())
         self.inputs = tuple(argument.name for argument in self._session.get_inputs())
         self.outputs = tuple(argument.name for argument in self._session.get_outputs())
         self.providers: tuple[str, ...] = tuple(self._session.get_providers())
@@ -351,12 +325,13 @@ def _stopped_after(seconds: float | None) -> Iterator[Any]:
         timer.cancel()
 
 
-def _load(model: RunnableModel, settings: SessionSettings, changes: OptionChanges) -> Any:
+def _load(model: RunnableModel, settings: RunSettings, changes: OptionChanges) -> Any:
     onnxruntime = required("onnxruntime")
 
-    settings.check()
-    options = settings.options if settings.options is not None else onnxruntime.SessionOptions()
-    if model.weights and settings.options is not None:
+    settings.check_providers()
+    given = settings.session_options
+    options = onnxruntime.SessionOptions() if given is None else given
+    if model.weights and given is not None:
         raise ValueError("a user's SessionOptions would keep these weights")
     for name, value in model.weights.items():
         options.add_initializer(name, value)
@@ -370,7 +345,7 @@ def _load(model: RunnableModel, settings: SessionSettings, changes: OptionChange
             entries[DISABLED] = ";".join(filter(None, disabled))
     changes = OptionChanges({**quiet, **changes.attributes}, {**entries, **changes.entries})
     source = model.source if isinstance(model.source, bytes) else os.fspath(model.source)
-    with _restored(options, changes) if settings.options is not None else contextlib.nullcontext():
+    with contextlib.nullcontext() if given is None else _restored(given, changes):
         _set(options, changes.attributes, changes.entries)
         return onnxruntime.InferenceSession(source, options, providers=list(settings.providers))
 

@@ -34,8 +34,8 @@ from htp_export.runtime.sessions import (
     OptionChanges,
     RunnableModel,
     Session,
-    SessionSettings,
 )
+from htp_export.runtime.settings import RunSettings
 
 _EXTERNAL_FILE = "session.optimized_model_external_initializers_file_name"
 _EXTERNAL_SIZE = "session.optimized_model_external_initializers_min_size_in_bytes"
@@ -43,7 +43,7 @@ _EXTERNAL_SIZE = "session.optimized_model_external_initializers_min_size_in_byte
 
 def session_and_graph(
     model: RunnableModel,
-    settings: SessionSettings,
+    settings: RunSettings,
     folder: Path,
     changes: OptionChanges | None = None,
 ) -> tuple[Session, ir.Model | None]:
@@ -143,7 +143,7 @@ class ProfiledSession:
     write it, because an execution provider compiles parts of it.
     """
 
-    def __init__(self, model: RunnableModel, settings: SessionSettings, temporary: Path) -> None:
+    def __init__(self, model: RunnableModel, settings: RunSettings, temporary: Path) -> None:
         profiling = {
             "enable_profiling": True,
             "profile_file_prefix": os.fspath(temporary / "profile"),
@@ -327,7 +327,7 @@ class NodeMemory:
 
 
 def measured_memory(
-    model: RunnableModel, settings: SessionSettings, feed: Feed, temporary: Path
+    model: RunnableModel, settings: RunSettings, feed: Feed, temporary: Path
 ) -> tuple[list[NodeMemory], ir.Model | None]:
     """Run a model once, and return the memory that ONNX Runtime allocated for each node, and the optimised graph.
 

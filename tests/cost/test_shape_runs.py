@@ -13,6 +13,7 @@ import htp_export
 from htp_export.costs.execution import Run, run_by_shapes
 from htp_export.errors import InputError
 from htp_export.model.tagged import load
+from htp_export.runtime.settings import RunSettings
 from tests.exporting import open_sizes
 from tests.handmade import branching, with_function
 from tests.nets import Holding
@@ -44,7 +45,7 @@ def parsed(text: str) -> ir.Model:
 
 
 def run(model: Any, **given: Any) -> Run:
-    return run_by_shapes(load(model), **given)
+    return run_by_shapes(load(model), RunSettings(**given))
 
 
 def test_shapes_that_are_computed_from_shapes_are_known():
@@ -59,7 +60,7 @@ def test_shapes_that_are_computed_from_shapes_are_known():
 
 def test_example_inputs_say_sizes_as_their_names_do():
     by_name = run(parsed(TEXT), dims={"n": 5})
-    by_example = run(parsed(TEXT), inputs={"x": np.zeros((5, 3), np.float32)})
+    by_example = run(parsed(TEXT), data={"x": np.zeros((5, 3), np.float32)})
     by_shape = run(parsed(TEXT), shapes={"x": (5, 3)})
     assert [t.shape for s in by_name.steps for t in s.outputs] == [
         t.shape for s in by_example.steps for t in s.outputs
@@ -78,7 +79,7 @@ def test_values_of_small_whole_inputs_decide_shapes():
     model = parsed(text)
     without = run(model)
     assert without.outputs[0].shape is None
-    found = run(model, inputs={"mask": np.array([1, 0, 1, 1])})
+    found = run(model, data={"mask": np.array([1, 0, 1, 1])})
     assert found.steps[0].outputs[0].shape == (1, 3)
 
 
@@ -310,5 +311,5 @@ def test_values_that_would_be_large_are_not_computed():
     net (int64[4000, 1] a, int64[1, 4000] b) => (int64[n, m] y) { y = Add(a, b) }
     """
     given = {"a": np.zeros((4000, 1), np.int64), "b": np.zeros((1, 4000), np.int64)}
-    made = run(parsed(text), inputs=given).outputs[0]
+    made = run(parsed(text), data=given).outputs[0]
     assert (made.shape, made.value) == ((4000, 4000), None)

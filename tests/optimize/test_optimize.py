@@ -23,7 +23,8 @@ from htp_export.command.main import main
 from htp_export.editing.outputs import add_zeros_input
 from htp_export.errors import InputError, PassError
 from htp_export.model.regions import all_nodes
-from htp_export.runtime.data import Samples
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.settings import RunSettings
 from tests.exporting import BOTH, exported, of_type
 from tests.graphs import array, ops, owners, passed, run, tagged
 from tests.nets import Apply, composed, ready, spread
@@ -229,7 +230,7 @@ def test_an_exact_pass_may_not_change_a_bit(passes):
 
 def test_values_that_are_not_numbers_are_compared():
     one, other = (tagged(f"(float[2] x) => (float y) {{ y = {op} (x) }}") for op in ("Log", "Relu"))
-    check = OutputCheck(one, Samples.of({"x": np.float32([-1, 1])}, one))
+    check = OutputCheck(one, Samples.of(RunSettings({"x": np.float32([-1, 1])}), one))
     assert check.fault(one, "exact") == ""
     assert "off by inf" in check.fault(other, "tolerant")
 
@@ -240,10 +241,10 @@ def test_every_run_of_the_data_is_verified():
     )
     # the second one shows the difference
     runs = [{"x": np.float32([1, 2])}, {"x": np.float32([-1, 2])}]
-    assert OutputCheck(relu, Samples.of(runs[:1], relu)).fault(other, "exact") == ""
-    assert "output 'y, run 1' is off by 1" in OutputCheck(relu, Samples.of(runs, relu)).fault(
-        other, "exact"
-    )
+    assert OutputCheck(relu, Samples.of(RunSettings(runs[:1]), relu)).fault(other, "exact") == ""
+    assert "output 'y, run 1' is off by 1" in OutputCheck(
+        relu, Samples.of(RunSettings(runs), relu)
+    ).fault(other, "exact")
     assert htp_export.optimize(relu, verify=True, data=runs).max_abs == 0
     with pytest.raises(htp_export.InputError, match="are for verify, which runs the model"):
         htp_export.optimize(relu, data=runs)

@@ -12,7 +12,8 @@ import htp_export
 from htp_export.capabilities.search.measuring import Measurer
 from htp_export.errors import InputError
 from htp_export.plans.rules import assigned
-from htp_export.runtime.data import Samples
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.settings import RunSettings
 from tests.nets import spread
 
 Array = np.ndarray[Any, Any]
@@ -246,5 +247,5 @@ def _data(file: Path) -> list[dict[str, Array]]:
 
 def _measured(file: Path, made: Any, data: Any) -> Any:
     tagged = htp_export.load(file)
-    measurer = Measurer(tagged, Samples.of(data, tagged.model))
+    measurer = Measurer(tagged, Samples.of(RunSettings(data), tagged.model))
     return measurer._measured(made, measurer.original.nonzeros)

@@ -21,6 +21,7 @@ from htp_export.command.main import main
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import assigned
 from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.settings import RunSettings
 from tests.decoders import DECODERS
 from tests.exporting import of_type, open_sizes
 from tests.nets import EXPORTERS, composed, spread
@@ -188,7 +189,8 @@ def decoder_to(file: Path) -> Feed:
     shapes = {"input_ids": (2, 3), "attention_mask": (2, 7), "position_ids": (2, 3)}
     inputs = Inputs.of(htp_export.load(file).model)
     shapes = {key: shape for key, shape in shapes.items() if key in inputs}
-    feed = inputs.random({"past_sequence_length": 4}, shapes).arrays
+    sizes = RunSettings(dims={"past_sequence_length": 4}, shapes=shapes)
+    feed = inputs.random(sizes).arrays
     ids = np.random.default_rng(0).integers(0, 60, (2, 3))
     feed |= {"input_ids": ids, "attention_mask": np.ones((2, 7), np.int64)}
     if "position_ids" in inputs:

@@ -11,7 +11,9 @@ import pytest
 import htp_export
 from htp_export.errors import FileError, InputError, ModelSourceError, UserCodeError
 from htp_export.process.user_code import names_factory
-from htp_export.runtime.data import Samples, check_runs, repeatable, single_run
+from htp_export.runtime.data import check_runs, repeatable, single_run
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.settings import RunSettings
 from tests.handmade import encoder
 
 CODE = """
@@ -55,7 +57,7 @@ def run(value: float, size: int = 2) -> dict[str, Any]:
 
 def read(data: Any, **options: Any) -> list[float]:
     """The first number of each run, read twice."""
-    samples = Samples.of(data, MODEL, passes=2, **options)
+    samples = Samples.of(RunSettings(data, **options), MODEL, passes=2)
     found = [float(arrays["x"][0, 0]) for arrays in samples]
     assert [float(arrays["x"][0, 0]) for arrays in samples] == found
     return found
@@ -73,7 +75,7 @@ def test_runs_come_in_every_form(code):
 
 
 def test_an_iterator_that_is_read_again_all_the_same_is_told():
-    samples = Samples.of(iter([run(5), run(6)]), MODEL)
+    samples = Samples.of(RunSettings(iter([run(5), run(6)])), MODEL)
     assert len(list(samples)) == 2
     with pytest.raises(
         InputError,
@@ -88,7 +90,10 @@ def test_an_iterator_that_is_read_again_all_the_same_is_told():
 def test_data_are_made_repeatable_once(make):
     data = repeatable(make([run(5), run(6)]))
     for _ in range(2):
-        assert [float(arrays["x"][0, 0]) for arrays in Samples.of(data, MODEL)] == [5, 6]
+        assert [float(arrays["x"][0, 0]) for arrays in Samples.of(RunSettings(data), MODEL)] == [
+            5,
+            6,
+        ]
     assert repeatable(None) is None
     assert repeatable("runs") == "runs"
 
@@ -101,14 +106,14 @@ def test_runs_are_read_when_it_is_their_turn():
             taken.append(number)
             yield run(number)
 
-    samples = iter(Samples.of(runs(), MODEL))
+    samples = iter(Samples.of(RunSettings(runs()), MODEL))
     next(samples)
     assert taken == [0]
 
 
 def test_random_inputs_have_the_sizes_that_are_given_and_data_must_have_them():
     def sizes(**options: Any) -> set[int]:
-        return {len(arrays["x"]) for arrays in Samples.of(None, MODEL, **options)}
+        return {len(arrays["x"]) for arrays in Samples.of(RunSettings(**options), MODEL)}
 
     assert (sizes(), sizes(dims={"batch": 5}), sizes(shapes={"x": (4, 3)})) == ({1}, {5}, {4})
     assert read(run(1), dims={"batch": 2}) == [1]
@@ -179,12 +184,12 @@ def test_a_folder_without_arrays_and_pickles_are_refused():
 
 
 def test_one_run_is_taken_and_several_are_refused(code):
-    assert Samples.of([run(3)], MODEL).only("profile").arrays["x"][0, 0] == 3
+    assert Samples.of(RunSettings([run(3)]), MODEL).only("profile").arrays["x"][0, 0] == 3
     assert single_run("runs/2.npz", "cost")["x"][0, 0] == 2
     assert single_run(None, "cost") is None
     for data in ("runs", f"{code}:runs", [run(0), run(1)]):
         with pytest.raises(InputError, match="profile takes one run, but data have several"):
-            Samples.of(data, MODEL).only("profile")
+            Samples.of(RunSettings(data), MODEL).only("profile")
 
 
 @pytest.mark.parametrize("use", ["profile", "compare", "cost", "place", "placement", "carry"])

@@ -10,6 +10,7 @@ import pytest
 from htp_export.errors import FileError, InputError, OpenDimensionError
 from htp_export.files.npz_file import NpzArrays
 from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.settings import RunSettings
 
 
 def inputs(**shapes: list[int | str | None] | None) -> Inputs:
@@ -66,7 +67,7 @@ def test_what_stays_open_is_named():
 )
 def test_sizes_that_no_array_has_are_refused(given, said):
     with pytest.raises(InputError, match=said):
-        inputs(x=["batch", 4]).random(**given)
+        inputs(x=["batch", 4]).random(RunSettings(**given))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_values_and_shapes_that_contradict_dims_are_refused_with_both_sizes():
     with pytest.raises(InputError, match=said):
         wanted.feed({"x": array}, {"batch": 3})
     with pytest.raises(InputError, match=said):
-        wanted.random({"batch": 3}, {"x": (2, 4)})
+        wanted.random(RunSettings(dims={"batch": 3}, shapes={"x": (2, 4)}))
     assert wanted.feed({"x": array}, {"batch": 2}).arrays["x"] is array
 
 

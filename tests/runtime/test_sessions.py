@@ -14,7 +14,8 @@ import torch
 import htp_export
 from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.runtime.runner import Runner
-from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, as_written
+from htp_export.runtime.sessions import RunnableModel, Session, as_written
+from htp_export.runtime.settings import RunSettings
 
 HEADER = '<ir_version: 10, opset_import: ["": 20]>'
 
@@ -53,7 +54,7 @@ def test_an_error_about_no_node_names_none():
 
 
 def test_a_provider_that_is_not_there_is_refused():
-    settings = SessionSettings([("NoExecutionProvider", {})])
+    settings = RunSettings(providers=[("NoExecutionProvider", {})])
     with pytest.raises(InputError, match=r"no NoExecutionProvider, only .*CPUExecutionProvider"):
         Session(runnable("g (float[2] x) => (y) { y = Relu(x) }"), settings)
 
@@ -65,7 +66,7 @@ def test_options_of_the_user_are_as_they_were_also_after_an_error(op):
     options.add_session_config_entry("session.disable_prepacking", "0")
     model = runnable(f"g (float[2] x) => (float[2] y) {{ y = {op}(x) }}")
     with contextlib.nullcontext() if op == "Relu" else pytest.raises(OnnxRuntimeError):
-        Session(model, SessionSettings(options=options), as_written(threads=1))
+        Session(model, RunSettings(session_options=options), as_written(threads=1))
     assert options.intra_op_num_threads == 3
     assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     assert options.log_severity_level == onnxruntime.SessionOptions().log_severity_level
@@ -120,7 +121,7 @@ def test_weights_written_for_a_user_of_options_are_gone_with_the_runner(net, tmp
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("htp_export.runtime.sessions.LARGE_BYTES", 100)
     model, args, program = net
-    runner = Runner(program.model, "net", SessionSettings(options=onnxruntime.SessionOptions()))
+    runner = Runner(program.model, "net", RunSettings(session_options=onnxruntime.SessionOptions()))
     output = program.model.graph.outputs[0].name
     values = runner.run({"input": args[0].numpy()}, [output])[output]
     np.testing.assert_allclose(values, model(*args).detach().numpy(), rtol=1e-4, atol=1e-5)

@@ -22,7 +22,8 @@ from htp_export.capabilities.search.measuring import Measurer
 from htp_export.capabilities.search.output_errors import OutputErrors
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, SelectorError
-from htp_export.runtime.data import Samples
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.settings import RunSettings
 from tests import documents
 from tests.nets import composed, spread, x
 
@@ -329,7 +330,7 @@ class TestSensitivity:
 
 def measurer_of(file: Path, data: list[dict[str, Array]], *metric: Any) -> Measurer:
     tagged = htp_export.load(file)
-    return Measurer(tagged, Samples.of(data, tagged.model), *metric)
+    return Measurer(tagged, Samples.of(RunSettings(data), tagged.model), *metric)
 
 
 def brief(file: Path, data: Any, **options: Any) -> Any:

@@ -23,7 +23,8 @@ from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.files.lazy_tensor import slots
 from htp_export.format.model_metadata import read_provenance
-from htp_export.runtime.data import Samples
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.settings import RunSettings
 from htp_export.weights.products import weights_of
 from tests.nets import composed, x
 
@@ -135,7 +136,9 @@ class TestChoices:
 
 class TestPlans:
     def test_values_are_those_of_prune_and_then_quantize(self, file, data, found):
-        measurer = Measurer(htp_export.load(file), Samples.of(data, htp_export.load(file).model))
+        measurer = Measurer(
+            htp_export.load(file), Samples.of(RunSettings(data), htp_export.load(file).model)
+        )
         studied = [trial for trial in found.trials if trial.number is not None and trial.prune]
         assert len(studied) > 10
         for trial in studied[:6]:
@@ -270,7 +273,7 @@ class TestFront:
         }
         result = searched(file, data, ("error", "size"), space, trials=1)
         tagged = htp_export.load(file)
-        measurer = Measurer(tagged, Samples.of(data, tagged.model))
+        measurer = Measurer(tagged, Samples.of(RunSettings(data), tagged.model))
         original = measurer.original
 
         def cost(pruning: dict[str, str], plan: dict[str, str]) -> tuple[int, float]:

@@ -15,9 +15,10 @@ from htp_export.capabilities.search.measuring import Measurer, Prompts
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.huggingface import example_calls, load_model
-from htp_export.runtime.data import Samples
 from htp_export.runtime.generating import Decoder
+from htp_export.runtime.samples import Samples
 from htp_export.runtime.sessions import RunnableModel, Session
+from htp_export.runtime.settings import RunSettings
 from tests import documents
 from tests.decoders import TEXT, Programs, decoder, prompt, teach_with_outliers
 from tests.exporting import SharedFiles
@@ -102,7 +103,7 @@ def test_a_pipeline_calibrates_on_the_prompts_of_the_search(mistral, tmp_path):
     tagged = htp_export.load(mistral[1])
     loop = Decoder.of(tagged.model)
     prompts = [np.load(file)["input_ids"] for file in sorted(out.glob("prompts*.npz"))]
-    samples = Samples.of(list(map(loop.first_feed, prompts)), tagged.model)
+    samples = Samples.of(RunSettings(list(map(loop.first_feed, prompts))), tagged.model)
     measurer = Measurer(tagged, samples, prompts=Prompts(loop, prompts, 4))
     found = measurer._measured(htp_export.load(made))
     assert (found.bytes, found.tokens) == (best["measured"]["bytes"], best["values"]["tokens"])

@@ -11,15 +11,9 @@ import typer
 
 from htp_export.capabilities.carry import LEAST_KNOWN
 from htp_export.command.model_options import LookOptions, SourceCall
-from htp_export.command.options import (
-    DataOption,
-    DataOptions,
-    DimsOption,
-    JsonOption,
-    OutputOption,
-    ShareOption,
-)
+from htp_export.command.options import JsonOption, OutputOption, ShareOption
 from htp_export.command.outputs import report
+from htp_export.command.run_options import InputOptions
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.errors import InputError
 
@@ -46,11 +40,10 @@ class BeforeOptions(LookOptions):
 def carry_command(
     model: BeforeOptions,
     output: OutputOption,
+    runs_on: InputOptions,
     after: Annotated[
         Path | None, typer.Argument(help="What a tool made of it, or someone else exported.")
     ] = None,
-    data: DataOption = None,
-    dims: DimsOption = None,
     require: Annotated[
         float,
         typer.Option(
@@ -77,13 +70,12 @@ def carry_command(
     before: Any = Path(str(model.source))
     if model.is_file or before.is_file():
         model.check_file()
-        inputs = DataOptions(data, dims, model.shapes).arrays(before, "carry", model.seed)
+        inputs = runs_on.arrays(before, "carry", model.seed)
     elif after is None:
         raise InputError("name two models: the original, and the file to put tags on")
-    elif data or dims:
-        raise InputError(
-            f"{'--data' if data else '--dims'} is for a tagged file; of a model, give shapes with --shapes"
-        )
+    elif runs_on.data or runs_on.dims:
+        option = "--data" if runs_on.data else "--dims"
+        raise InputError(f"{option} is for a tagged file; of a model, give shapes with --shapes")
     else:
         with steps.step(f"exporting {model.name}"):
             before, inputs = _exported(model, after)

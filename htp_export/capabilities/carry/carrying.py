@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import onnx
@@ -29,7 +29,8 @@ from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, 
 from htp_export.process.argument_types import is_torch_module
 from htp_export.process.restoring import no_collection
 from htp_export.runtime.carried_inputs import inputs_of_call
-from htp_export.runtime.data import Data, single_run
+from htp_export.runtime.data import Data
+from htp_export.runtime.settings import DEFAULTS, RunSettings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -187,6 +188,7 @@ def carry(
         >>> carry(net, plain, args=(x,)).unknown
         []
     """
+    settings = RunSettings(data, seed=seed)
     check_target(output)
     if after is None:
         before, after = None, before
@@ -202,13 +204,14 @@ def carry(
                     "data are for a tagged model; for an nn.Module, give args and kwargs"
                 )
             before, inputs = _exported(before, args, kwargs)
+            settings = replace(settings, data=inputs)
         elif args or kwargs:
             raise InputError(
                 "args and kwargs are example inputs of an nn.Module; for a tagged model, give data"
             )
         else:
-            inputs = single_run(data, "carry")
-        result = _carried(_origin(before, model, inputs), model, inputs, seed)
+            settings = settings.with_one_run("carry")
+        result = _carried(_origin(before, model, settings.data), model, settings)
     if result.share_known < require:
         raise InputError(
             f"{result.share_known:.1%} of the nodes of {name_of(after, 'the second model')} have known owners, less "
@@ -260,15 +263,14 @@ def _origin(before: Any, after: ir.Model, data: object = None) -> Origin:
 def _carried(
     origin: Origin,
     model: ir.Model,
-    data: Mapping[str, Any] | None = None,
-    seed: int = 0,
+    settings: RunSettings = DEFAULTS,
     sure: bool = False,
 ) -> Carried:
     """Carry tags onto a model, in place; arguments as of `find_owners`."""
     functions = module_functions(model)
     if functions and (origin.model is None or functions != module_functions(origin.model)):
         dissolve(model, origin.hierarchy, origin.calls)
-    found = find_owners(origin, model, data, seed, sure)
+    found = find_owners(origin, model, settings, sure)
     hierarchy, contamination = tag(model, found.nodes, found.owned, found.alignment, origin)
     carry_recipes(origin.model, model)
     if origin.has_map:

@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from htp_export.command.model_options import FILE_IDLE, LookOptions
-from htp_export.command.options import (
-    JSON_HAS_ALL,
-    DataOption,
-    DimsOption,
-    Idle,
-    TableOptions,
-    runs_on,
-)
+from htp_export.command.options import JSON_HAS_ALL, Idle, TableOptions
+from htp_export.command.run_options import InputOptions
 from htp_export.command.terminal import Steps, split_names
 from htp_export.costs.columns import COST_COLUMNS, FUSED
 from htp_export.reporting.columns import names_of
@@ -35,8 +29,7 @@ IDLE = (
 def cost_command(
     model: LookOptions,
     table: TableOptions,
-    data: DataOption = None,
-    dims: DimsOption = None,
+    runs_on: InputOptions,
     columns: Annotated[
         list[str] | None, f"By comma, of {', '.join(names_of(COST_COLUMNS))}."
     ] = None,
@@ -54,7 +47,7 @@ def cost_command(
 
     quiet = table.as_json or table.as_csv
     looked = model.look(quiet=quiet)
-    given = runs_on(data, dims, model.shapes if looked.file else None)
+    given = model.run_keywords(runs_on)
     with Steps(quiet=quiet).step(f"counting {looked.name}"):
         tagged = load(looked.model)
         report = cost(tagged, **given)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from htp_export.command.model_options import FILE_IDLE, LookOptions
-from htp_export.command.options import DataOption, DimsOption, TableOptions, runs_on
+from htp_export.command.options import TableOptions
+from htp_export.command.run_options import InputOptions
 from htp_export.command.terminal import split_names
 from htp_export.costs.columns import TREE_COLUMNS
 from htp_export.errors import FileError, InputError
@@ -28,11 +29,10 @@ IDLE = (FILE_IDLE,)
 def tree_command(
     model: LookOptions,
     table: TableOptions,
+    runs_on: InputOptions,
     columns: Annotated[
         list[str] | None, f"By comma, of {', '.join(names_of(TREE_COLUMNS))}."
     ] = None,
-    data: DataOption = None,
-    dims: DimsOption = None,
     profile: Annotated[Path | None, "Times: the output of profile --json."] = None,
     verify: Annotated[Path | None, "Errors: the output of verify or compare --json."] = None,
 ) -> None:
@@ -47,7 +47,7 @@ def tree_command(
 
     looked = model.look(quiet=table.as_json or table.as_csv)
     tagged = read_flat(looked.model)
-    model_cost, note = _cost(tagged, runs_on(data, dims, model.shapes if looked.file else None))
+    model_cost, note = _cost(tagged, model.run_keywords(runs_on))
     measured = read_measured(profile, verify)
     tree = tree_rows(tagged, table.depth, table.select or None, cost=model_cost, measured=measured)
     if note:

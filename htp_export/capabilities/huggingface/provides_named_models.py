@@ -13,7 +13,7 @@ from htp_export.capabilities.huggingface.sources import Source, processor_of
 from htp_export.capabilities.huggingface.streaming import released_when_read
 from htp_export.capabilities.huggingface.tasks import AUTO, generates
 from htp_export.command.model_options import ModelOptions, SourceCall
-from htp_export.command.options import read_shapes
+from htp_export.command.run_options import read_shapes
 from htp_export.files.checkpoint import Checkpoint
 
 

@@ -9,15 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from htp_export.command.options import (
-    JSON_HAS_ALL,
-    DataOptions,
-    Idle,
-    JsonOption,
-    ShareOption,
-    seed_option,
-)
+from htp_export.command.options import JSON_HAS_ALL, Idle, JsonOption, ShareOption
 from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
+from htp_export.command.run_options import RunOptions
 from htp_export.command.terminal import Steps, print_json, print_text, show
 from htp_export.files.folders import new_folder
 from htp_export.files.targets import Kind, check_parent
@@ -49,7 +43,7 @@ IDLE = (
 
 
 def optimize_command(
-    runs_on: DataOptions,
+    runs_on: RunOptions,
     files: Annotated[list[Path] | None, typer.Argument(help="The ONNX file, or several.")] = None,
     output: Annotated[
         Path | None, "The file to write; for several a folder that is there.", Writes(in_place=True)
@@ -60,7 +54,6 @@ def optimize_command(
         "exact: the same results, bit for bit; tolerant: to 1e-5; fused: for ONNX Runtime only.",
     ] = "exact",
     verify: Annotated[bool, "Run it before and after every pass; undo what is off."] = False,
-    seed: Annotated[int, seed_option("Of random inputs, for --verify.")] = 0,
     keep_exact: Annotated[
         bool, "No fusion across the boundary of a module whose tensors all stay."
     ] = False,
@@ -106,7 +99,6 @@ def optimize_command(
                     verify=verify,
                     keep_exact=keep_exact,
                     **runs_on.keywords,
-                    seed=seed,
                     share_weights=share_weights,
                 )
     several = OptimizedModels(results) if len(results) > 1 else None

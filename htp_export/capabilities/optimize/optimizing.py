@@ -30,8 +30,10 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array, arrays_in, nan_in
-from htp_export.runtime.data import Data, Samples
+from htp_export.runtime.data import Data
+from htp_export.runtime.samples import Samples
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
+from htp_export.runtime.settings import RunSettings
 
 
 @names_model_faults("model")
@@ -93,18 +95,19 @@ def optimize(
         >>> result.nodes_after <= result.nodes_before, result.max_abs <= 1e-5
         (True, True)
     """
+    settings = RunSettings(data, dims, shapes, seed)
     check_target(output)
     chosen = choose(passes, level)
     original = read_flat(model, others=False)
     nodes_before = len(original.nodes)
-    if not verify and (data is not None or dims or shapes or seed):
+    if not verify and settings.has_inputs:
         raise InputError(
             "data, sizes and seed are for verify, which runs the model; "
             "give verify, or leave them out"
         )
     check = None
     if verify:
-        samples = Samples.of(data, original.model, dims=dims, shapes=shapes, seed=seed)
+        samples = Samples.of(settings, original.model)
         check = OutputCheck(original.model, samples)
     pipeline = Pipeline(chosen, check, keep_exact=keep_exact)
     optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
@@ -165,8 +168,8 @@ class OutputCheck:
     def __init__(self, model: ir.Model, samples: Samples) -> None:
         required("onnxruntime", "the comparison of outputs after each pass")
         if samples.random:
-            sizes = (samples.dims, samples.shapes, samples.seed)
-            self._runs = [samples.inputs.random(*sizes, open_sizes=_SIZES, true=0.5).arrays]
+            feed = samples.inputs.random(samples.settings, open_sizes=_SIZES, true=0.5)
+            self._runs = [feed.arrays]
         else:
             self._runs = list(samples)
         try:

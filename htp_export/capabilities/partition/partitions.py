@@ -19,10 +19,10 @@ from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import (
     RunnableModel,
     Session,
-    SessionSettings,
     from_value,
     to_value,
 )
+from htp_export.runtime.settings import RunSettings
 
 FORMAT = "htp.partition"
 VERSION = "1"
@@ -187,7 +187,8 @@ class Partition(Result):
         keep_loaded: bool = True,
     ) -> StageRunner:
         """A runner of the stages: a context manager with a method ``run``. Stages stay loaded."""
-        return StageRunner(self, SessionSettings(tuple(providers), session_options), keep_loaded)
+        settings = RunSettings(providers=providers, session_options=session_options)
+        return StageRunner(self, settings, keep_loaded)
 
     def data(self) -> dict[str, Any]:
         """The manifest; paths are relative to the folder."""
@@ -261,8 +262,8 @@ class StageRunner:
         InputError: ONNX Runtime does not have one of the providers.
     """
 
-    def __init__(self, partition: Partition, settings: SessionSettings, keep_loaded: bool) -> None:
-        settings.check()
+    def __init__(self, partition: Partition, settings: RunSettings, keep_loaded: bool) -> None:
+        settings.check_providers()
         self._partition, self._settings, self._keep = partition, settings, keep_loaded
         self._sessions: dict[int, Session] = {}
         self._closing = contextlib.ExitStack()

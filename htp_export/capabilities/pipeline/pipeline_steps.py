@@ -164,7 +164,7 @@ _DATA = ("data", "validation")
 """Parameters that may name a factory, which is called."""
 
 _SEED = ".process.argument_types:check_seed"
-_RUN_CHECKS = ("verify.locating:check_tolerances", ".runtime.sessions:check_providers")
+_RUN_CHECKS = ("verify.locating:check_tolerances", ".runtime.settings:check_providers")
 
 _TOOLS = "carry.adapters"
 

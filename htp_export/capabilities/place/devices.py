@@ -14,7 +14,7 @@ from typing import Any
 
 from htp_export.errors import InputError, in_one_line
 from htp_export.extras import required
-from htp_export.runtime.assignments import HOST
+from htp_export.runtime.settings import HOST
 
 ANNOTATION = "layer_ann"
 """Key in the metadata of a node."""

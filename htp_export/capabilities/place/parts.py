@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import onnx_ir as ir
 
@@ -22,6 +22,7 @@ from htp_export.model.parts import PartTensor, part_tensors
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import parts_of
 from htp_export.reporting.columns import si
+from htp_export.runtime.settings import RunSettings
 
 if TYPE_CHECKING:
     from htp_export.costs.execution import Run, RunStep
@@ -115,21 +116,14 @@ _Part: TypeAlias = tuple[str, Sequence[ir.Node]]
 """A module, and nodes of it or all its nodes, which go to one device together."""
 
 
-def needs_of(
-    tagged: TaggedModel,
-    inputs: Mapping[str, Any] | None,
-    dims: Mapping[str, int] | None,
-    shapes: Mapping[str, Sequence[int]] | None,
-    *,
-    required: bool = False,
-) -> Needs | None:
+def needs_of(tagged: TaggedModel, settings: RunSettings, *, required: bool = False) -> Needs | None:
     """Memory and work of a model's nodes; None if sizes are unknown and not required."""
     from htp_export.costs.execution import run_by_shapes
 
     try:
-        run = run_by_shapes(tagged, inputs, dims, shapes)
+        run = run_by_shapes(tagged, settings)
     except InputError:
-        if required or inputs or dims or shapes:
+        if required or settings.has_inputs:
             raise
         return None
     return Needs(tagged, run)

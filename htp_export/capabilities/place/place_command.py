@@ -7,17 +7,9 @@ from typing import Annotated
 
 import typer
 
-from htp_export.command.options import (
-    JSON_HAS_ALL,
-    DataOptions,
-    FileArgument,
-    Idle,
-    ProviderOption,
-    ShareOption,
-    TableOptions,
-    read_providers,
-)
+from htp_export.command.options import JSON_HAS_ALL, FileArgument, Idle, ShareOption, TableOptions
 from htp_export.command.outputs import Writes, show_next, show_written, written_files
+from htp_export.command.run_options import InputOptions, ProviderOption, read_providers
 from htp_export.command.terminal import Steps
 from htp_export.files.targets import Kind
 from htp_export.plans.plan_options import read_rules, rule_option, typed_pairs
@@ -39,7 +31,7 @@ IDLE = (
 def place_command(
     file: FileArgument,
     table: TableOptions,
-    runs_on: DataOptions,
+    runs_on: InputOptions,
     plan: Annotated[Path | None, typer.Argument(help="A plan, .yaml or .json.")] = None,
     rule: Annotated[list[str] | None, rule_option("DEVICE", "encoder=gpu")] = None,
     output: Annotated[
@@ -91,7 +83,7 @@ def place_command(
         show_next("htp-export", "place", output, "--show", "--providers", "cuda,cpu")
 
 
-def _show(file: Path, table: TableOptions, providers: list[str], runs_on: DataOptions) -> None:
+def _show(file: Path, table: TableOptions, providers: list[str], runs_on: InputOptions) -> None:
     """Show where ONNX Runtime runs each module of a file."""
     from htp_export.capabilities.place.placing import placement
     from htp_export.model.tagged import load

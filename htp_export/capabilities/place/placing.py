@@ -43,9 +43,10 @@ from htp_export.model.regions import all_nodes, twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.model.tensor_names import make_node_names_unique
 from htp_export.plans.rules import assigned
-from htp_export.runtime.assignments import HOST, Assignment, assign
-from htp_export.runtime.data import Data, single_run
-from htp_export.runtime.sessions import RunnableModel, SessionSettings, entry_of
+from htp_export.runtime.assignments import Assignment, assign
+from htp_export.runtime.data import Data
+from htp_export.runtime.sessions import RunnableModel, entry_of
+from htp_export.runtime.settings import HOST, RunSettings
 
 _REST = "cpu"
 """The device of nodes that do not fit on another."""
@@ -118,6 +119,7 @@ def place(
         >>> htp_export.place(program, budget={"gpu": "20 kB"}).modules["0"].device
         'gpu'
     """
+    settings = RunSettings(data, dims, shapes)
     check_target(output)
     if not 0 <= slack < 1:
         raise InputError(f"slack is a share from 0 to less than 1, not {slack!r}")
@@ -128,7 +130,7 @@ def place(
     source = load(model)
     original = read_flat(source)
     devices = _devices(original, rules)
-    needs = needs_of(original, single_run(data, "place"), dims, shapes, required=bool(limits))
+    needs = needs_of(original, settings.with_one_run("place"), required=bool(limits))
     for device, memory in limits.items():
         assert needs is not None
         _keep_what_fits(devices, needs, device, memory, slack)
@@ -316,9 +318,9 @@ def placement(
         >>> result.providers, result.modules["1"].device, result.crossings
         ({'CPUExecutionProvider': 2}, 'CPUExecutionProvider', ())
     """
-    settings = SessionSettings(tuple(providers), session_options)
-    settings.check()
-    example = single_run(data, "placement")
+    settings = RunSettings(data, dims, shapes, providers=providers, session_options=session_options)
+    settings.check_providers()
+    settings = settings.with_one_run("placement")
     original = load(model)
     tagged = read_flat(original)
     tagged.require_tags()
@@ -341,7 +343,7 @@ def placement(
                 raise
             problem = f"{_BORDER}: {error.problem}"
             raise OnnxRuntimeError(error.model, error.action, problem) from error
-    needs = needs_of(load(assignment.graph), example, dims, shapes)
+    needs = needs_of(load(assignment.graph), settings)
     return _placement(named, assignment, entries, remarks, needs)
 
 

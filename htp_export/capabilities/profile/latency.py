@@ -18,8 +18,10 @@ from htp_export.files.filesystem import temporary_folder
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.process.argument_types import MOST_RUNS, check_whole
-from htp_export.runtime.data import Data, Samples
-from htp_export.runtime.sessions import RunnableModel, SessionSettings
+from htp_export.runtime.data import Data
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.sessions import RunnableModel
+from htp_export.runtime.settings import RunSettings
 
 _TIMINGS = ("auto", "kernels", "modules")
 
@@ -96,16 +98,18 @@ def profile(
         (['', '0', '1'], 0, dict_keys(['Softmax']))
     """
     # The branches below are checks of arguments, each with its message, in the order of the work.
-    settings = SessionSettings(tuple(providers), session_options)
+    settings = RunSettings(
+        data, dims, shapes, providers=providers, session_options=session_options, runs=runs
+    )
     options = dict(engine_options or {})
     if timing not in _TIMINGS:
         raise InputError(f"no timing {timing!r}; there are {', '.join(_TIMINGS)}")
     other: ProfileEngine | None = None if engine == OWN_ENGINE else plug_in("profile", engine)
     if other is None:
-        settings.check()
+        settings.check_providers()
         if options or measured is not None:
             raise InputError("engine_options and measured are for other engines, see engine")
-    elif settings != SessionSettings() or memory or timing == "modules":
+    elif not settings.has_default_session or memory or timing == "modules":
         raise InputError(
             f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
         )
@@ -114,7 +118,7 @@ def profile(
     tagged.require_tags()
     name = name_of(model, "the model")
     if other is not None and measured is not None:
-        if data is not None or dims or shapes or options:
+        if settings.has_inputs or options:
             raise InputError(
                 "measured reads times of a run that took place; data, sizes and options have no effect"
             )
@@ -125,9 +129,9 @@ def profile(
         raise InputError(
             f"{engine} is not run here: give the files of its measurements, measured=(...)"
         )
-    check_whole("runs", runs, 1, MOST_RUNS)
+    settings.check_timed_runs(1)
     check_whole("warmup", warmup, 0, MOST_RUNS)
-    feed = Samples.of(data, tagged.model, dims=dims, shapes=shapes).only("profile")
+    feed = Samples.of(settings, tagged.model).only("profile")
     with temporary_folder() as folder:
         if other is not None:
             result = other.measure(
@@ -135,9 +139,7 @@ def profile(
             )
             return Profile.of(tagged, result, engine, feed.notes)
         runnable = _runnable(model, tagged, tagged is original, folder)
-        result = measure(
-            tagged, runnable, feed, runs, warmup, settings=settings, timing=timing, folder=folder
-        )
+        result = measure(tagged, runnable, feed, settings, warmup, timing=timing, folder=folder)
         allocated = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
         return Profile.of(tagged, result, engine, feed.notes, allocated)
 

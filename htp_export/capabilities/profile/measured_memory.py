@@ -12,7 +12,8 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.reporting.columns import si
 from htp_export.reporting.result import PlainData
 from htp_export.runtime.inputs import Feed
-from htp_export.runtime.sessions import RunnableModel, SessionSettings
+from htp_export.runtime.sessions import RunnableModel
+from htp_export.runtime.settings import RunSettings
 from htp_export.runtime.traces import measured_memory
 
 BLOCK_BYTES = 256
@@ -122,7 +123,7 @@ class MeasuredMemory(PlainData):
 
 def memory_by_module(
     model: RunnableModel,
-    settings: SessionSettings,
+    settings: RunSettings,
     feed: Feed,
     tagged: TaggedModel,
     temporary: Path,

@@ -22,7 +22,8 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import PORTION_BYTES, Array
 from htp_export.runtime.inputs import Feed, Inputs
-from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
+from htp_export.runtime.sessions import RunnableModel, Session, kernels_at_once
+from htp_export.runtime.settings import DEFAULTS, RunSettings
 from htp_export.runtime.traces import KernelKey, ProfiledSession, Trace
 from htp_export.shapes.operator_kinds import subgraphs
 
@@ -44,9 +45,8 @@ def device_of(providers: Sequence[str]) -> str:
 def times_of_modules(
     tagged: TaggedModel,
     feed: Feed,
-    settings: SessionSettings,
+    settings: RunSettings,
     providers: Sequence[str],
-    runs: int,
     warmup: int,
     temporary: Path,
 ) -> tuple[tuple[Kernel, ...], dict[str, str]]:
@@ -64,15 +64,14 @@ def times_of_modules(
         for part in parts:
             wanted.update(dict.fromkeys(str(value.name) for value in part.inputs.values()))
     arrays: dict[str, Array] = {}
-    source = FileRun(tagged, "the model", feed.arrays, SessionSettings(), PORTION_BYTES)
+    source = FileRun(tagged, "the model", feed.arrays, DEFAULTS, PORTION_BYTES)
     source.fetch(dict.fromkeys(wanted, 0), arrays.__setitem__)
     device = device_of(providers)
     alone: dict[str, float] = {}
     for path, parts in counted(list(cuts.items()), "modules"):
         try:
             times = [
-                _time(tagged, part, arrays, settings, device, runs, warmup, temporary)
-                for part in parts
+                _time(tagged, part, arrays, settings, device, warmup, temporary) for part in parts
             ]
         except InputError as error:
             reasons[path] = str(error)
@@ -118,9 +117,8 @@ def _time(
     tagged: TaggedModel,
     part: Cut,
     arrays: Mapping[str, Array],
-    settings: SessionSettings,
+    settings: RunSettings,
     device: str,
-    runs: int,
     warmup: int,
     temporary: Path,
 ) -> float:
@@ -132,7 +130,7 @@ def _time(
     session = Session(RunnableModel.of(model, f"module {part.path!r} alone", temporary), settings)
     run = session.bound(feed.arrays, feed.types, device)
     times = []
-    for _ in range(warmup + runs):
+    for _ in range(warmup + settings.runs):
         start = time.perf_counter()
         run()
         times.append((time.perf_counter() - start) * 1000)
@@ -146,10 +144,9 @@ def measure(
     tagged: TaggedModel,
     runnable: RunnableModel,
     feed: Feed,
-    runs: int,
+    settings: RunSettings,
     warmup: int,
     *,
-    settings: SessionSettings,
     timing: str,
     folder: Path,
 ) -> Measurement:
@@ -158,6 +155,7 @@ def measure(
     With ``timing="modules"``, modules run alone, too; with ``"auto"``, only if times of launches do
     not explain the time of a run.
     """
+    runs = settings.runs
 
     def once() -> Measurement:
         """One measurement: runs with the profiler, and then without."""
@@ -174,16 +172,20 @@ def measure(
             )
         kernels = _kernels(trace, tagged, session.optimized)
         return Measurement(
-            kernels, profiled, plain, session.providers, trace.timing, runs, settings.at_once
+            kernels,
+            profiled,
+            plain,
+            session.providers,
+            trace.timing,
+            runs,
+            kernels_at_once(settings),
         )
 
     measured = consistent(once)
     explained = measured.timing != "launches" or _explain(measured.kernels, measured.end_to_end_ms)
     if timing != "modules" and (timing != "auto" or explained):
         return measured
-    kernels, reasons = times_of_modules(
-        tagged, feed, settings, measured.providers, runs, warmup, folder
-    )
+    kernels, reasons = times_of_modules(tagged, feed, settings, measured.providers, warmup, folder)
     notes = (f"{path or '(root)'} did not run alone: {reason}" for path, reason in reasons.items())
     return replace(measured, kernels=kernels, timing="modules", notes=(*notes, *measured.notes))
 

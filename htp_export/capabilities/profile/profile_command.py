@@ -10,16 +10,14 @@ import typer
 
 from htp_export.command.options import (
     JSON_HAS_ALL,
-    DataOptions,
     DepthOption,
     FileArgument,
     Idle,
     JsonOption,
-    ProviderOption,
     count_option,
-    read_providers,
 )
 from htp_export.command.outputs import report
+from htp_export.command.run_options import InputOptions, ProviderOption, read_providers
 from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.discovery import plug_in
@@ -45,7 +43,7 @@ _Level: TypeAlias = Literal["disable", "basic", "extended", "all"]
 
 def profile_command(
     file: FileArgument,
-    runs_on: DataOptions,
+    runs_on: InputOptions,
     runs: Annotated[int, count_option("Measured runs, each with the profiler and without.")] = 20,
     warmup: Annotated[int, count_option("Runs before those.", 0)] = 3,
     provider: ProviderOption = None,

@@ -20,6 +20,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import Assigned, assigned
 from htp_export.reporting.columns import percent
 from htp_export.runtime.processors import is_arm, saturates
+from htp_export.runtime.settings import DEFAULTS, RunSettings
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.weights.products import products_of
 from htp_export.weights.storing import numbers_of
@@ -41,13 +42,9 @@ class AutoPrecision:
     - On x86 without VNNI, products of unsigned and signed integers saturate: weights get 7 bits.
     """
 
-    def __init__(
-        self,
-        tagged: TaggedModel,
-        dims: Mapping[str, int] | None = None,
-        shapes: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
-        self._tagged, self._dims, self._shapes = tagged, dims, shapes
+    def __init__(self, tagged: TaggedModel, settings: RunSettings = DEFAULTS) -> None:
+        # The work follows from sizes; data, which may be large, are not read for it.
+        self._tagged, self._settings = tagged, replace(settings, data=None)
         self.notes: list[str] = []
 
     def precision(self, precision: Precision) -> Precision:
@@ -135,7 +132,7 @@ class AutoPrecision:
 
         work = Counter[ir.Node]()
         try:
-            run = run_by_shapes(self._tagged, None, self._dims, self._shapes)
+            run = run_by_shapes(self._tagged, self._settings)
         except InputError:
             run = None
         for step, times in walk(run.steps) if run else ():

@@ -7,17 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from htp_export.command.options import (
-    DATA_HAS_VALUES,
-    JSON_HAS_ALL,
-    DataOptions,
-    FileArgument,
-    Idle,
-    ShareOption,
-    TableOptions,
-    seed_option,
-    typed_data,
-)
+from htp_export.command.options import JSON_HAS_ALL, FileArgument, Idle, ShareOption, TableOptions
 from htp_export.command.outputs import (
     Writes,
     check_output,
@@ -27,6 +17,7 @@ from htp_export.command.outputs import (
     written_files,
     written_page,
 )
+from htp_export.command.run_options import DATA_HAS_VALUES, RunOptions, typed_data
 from htp_export.command.terminal import Steps
 from htp_export.files.targets import Kind
 from htp_export.plans.plan_options import (
@@ -76,7 +67,7 @@ IDLE = (
 def quantize_command(
     file: FileArgument,
     table: TableOptions,
-    runs_on: DataOptions,
+    runs_on: RunOptions,
     plan: PlanArgument = None,
     rule: RuleOption = None,
     output: Annotated[Path | None, "The ONNX file to write.", Writes(in_place=True)] = None,
@@ -84,7 +75,6 @@ def quantize_command(
     validation: Annotated[
         list[str] | None, "Inputs for --metric, as --data; by default, --data."
     ] = None,
-    seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
     check: Annotated[
         bool, "Run both models on the data: the worst module, and the time of both."
@@ -132,7 +122,6 @@ def quantize_command(
             **runs_on.keywords,
             metric=read_metric(metric),
             validation=typed_data(validation),
-            seed=seed,
             dry_run=dry_run,
             check=check,
             share_weights=share_weights,

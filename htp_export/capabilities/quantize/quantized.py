@@ -25,10 +25,10 @@ from htp_export.reporting.tables import (
     ModuleTable,
 )
 from htp_export.reporting.tag_facts import TagFacts
-from htp_export.runtime.data import Samples
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import TIMED_RUNS, median_times
-from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.sessions import RunnableModel, Session
 
 if TYPE_CHECKING:
     from htp_export.capabilities.verify.results import ModuleResult
@@ -110,8 +110,7 @@ def check_of(
     with temporary_folder() as folder:
         name = original.hierarchy.root.simple_class or "model"
         sessions = [
-            Session(RunnableModel.of(tagged.model, name, folder), SessionSettings())
-            for tagged in (original, changed)
+            Session(RunnableModel.of(tagged.model, name, folder)) for tagged in (original, changed)
         ]
         # Inputs of the result may have other types (narrow_io).
         inputs = [feeds[0], dict(Inputs.of(changed.model).feed_again(feeds[0]).arrays)]

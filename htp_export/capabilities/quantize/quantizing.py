@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -42,10 +42,12 @@ from htp_export.model.module_facts import contents_of
 from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.reporting.columns import many
-from htp_export.runtime.data import Data, Samples
+from htp_export.runtime.data import Data
 from htp_export.runtime.faulty_optimizers import CRASHING, DISABLED, can_crash
 from htp_export.runtime.processors import saturates
 from htp_export.runtime.runner import Metric
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.settings import RunSettings
 
 _log = logging.getLogger(__name__)
 
@@ -140,6 +142,7 @@ def quantize(
     """
     # The steps in their order: arguments, choice, data, application, checks, file. Each branch is
     # one option, and none is inside another.
+    settings = RunSettings(data, dims, shapes, seed)
     check_target(output, reads=files_named_in([data, validation]))
     if dry_run and check:
         raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
@@ -151,7 +154,7 @@ def quantize(
     if request.checkpoint is not None:
         # all parameters, not only the packed matrices: AWQ changes norms, too
         original = with_numbers(original, request.checkpoint)
-    auto = AutoPrecision(original, dims, shapes)
+    auto = AutoPrecision(original, settings)
     choice = choose(original, auto.rules(rules))
     if strict:
         _refuse_unsuited(choice)
@@ -162,9 +165,7 @@ def quantize(
     name = name_of(model, f"model {original.model.graph.name!r}")
     passes = sum(precision.how.readings for precision in choice.nodes)
     passes += (metric is not None) + check
-    samples = CalibrationData.of(
-        data, original.model, dims=dims, shapes=shapes, seed=seed, passes=passes
-    )
+    samples = CalibrationData.of(settings, original.model, passes=passes)
     if samples.random and any(precision.calibrated for precision in choice.nodes):
         _log.warning("no data: %s", _RANDOM)
         notes.insert(0, _RANDOM)
@@ -172,7 +173,8 @@ def quantize(
     if metric is not None:
         validated = samples
         if validation is not None:
-            validated = CalibrationData.of(validation, original.model, dims=dims, seed=seed)
+            validating = replace(settings, data=validation, shapes=None)
+            validated = CalibrationData.of(validating, original.model)
         control = Validation(metric, validated, original.model, name)
 
     changed, left = _changed(choice, samples, name, control)

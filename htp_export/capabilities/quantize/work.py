@@ -19,11 +19,12 @@ from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import Names
 from htp_export.runtime.arrays import Array, nan_in
-from htp_export.runtime.data import Data, Run, Samples, arrays_of
+from htp_export.runtime.data import Run, arrays_of
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.runner import Metric, Runner, measured_metric
-from htp_export.runtime.sessions import SessionSettings
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.settings import DEFAULTS, RunSettings
 from htp_export.shapes.operator_kinds import dequantizes, quantizes
 
 
@@ -38,9 +39,9 @@ class CalibrationData(Samples):
     decoder: Decoder | None = None
 
     @classmethod
-    def of(cls, data: Data | None, model: ir.Model, **settings: Any) -> CalibrationData:
+    def of(cls, settings: RunSettings, model: ir.Model, *, passes: int = 1) -> CalibrationData:
         """The runs of a user's data; see `Samples.of`."""
-        samples = super().of(data, model, **settings)
+        samples = super().of(settings, model, passes=passes)
         assert isinstance(samples, cls)
         try:
             return replace(samples, decoder=Decoder.of(model))
@@ -105,7 +106,7 @@ def activations(
 
     opened: Any = nullcontext(lambda _: {})
     if computed:
-        opened = Runner(model, name, SessionSettings()).opened(computed)
+        opened = Runner(model, name, DEFAULTS).opened(computed)
     with opened as run:
         yield read(run)
 

@@ -29,13 +29,15 @@ from htp_export.runtime.arrays import Array, nan_in
 from htp_export.runtime.data import repeatable
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.runner import Metric, median_times, metric_value, outputs_of
-from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
+from htp_export.runtime.sessions import RunnableModel, Session
 from htp_export.weights.products import weights_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
     from htp_export.capabilities.quantize.method import Precision
-    from htp_export.runtime.data import Data, Samples
+    from htp_export.runtime.data import Data
+    from htp_export.runtime.samples import Samples
+    from htp_export.runtime.settings import RunSettings
 
 Plan: TypeAlias = "Mapping[str, Precision]"
 Pruning: TypeAlias = "Mapping[str, Sparsity]"
@@ -146,11 +148,9 @@ class Measurer:
 
     Attributes:
         tagged: The model, without functions.
-        samples: The inputs of the runs that are compared. They calibrate, too, without
-            ``calibration``.
+        samples: The inputs of the runs that are compared, and the settings of these runs. They
+            calibrate, too, without ``calibration``.
         metric: The user's metric; None without one.
-        runs: Number of timed runs, after some to warm up; 0 for no times.
-        settings: The settings of sessions.
         results: A file of finished runs, a journal of Optuna; None to keep them in memory.
         calibration: Inputs for calibration; None for ``samples``.
         prompts: With these, the outputs are the logits of the tokens that a decoder generates.
@@ -160,12 +160,15 @@ class Measurer:
     tagged: TaggedModel
     samples: Samples
     metric: Metric | None = None
-    runs: int = 0
-    settings: SessionSettings = field(default_factory=SessionSettings)
     results: Any = None
     calibration: Data | None = None
     prompts: Prompts | None = None
     repeats: int = 0
+
+    @property
+    def settings(self) -> RunSettings:
+        """How the models run."""
+        return self.samples.settings
 
     @cached_property
     def feeds(self) -> list[Mapping[str, Array]]:
@@ -182,8 +185,8 @@ class Measurer:
         """The measurements of finished runs."""
         if self.results is None:
             return KeptRuns()
-        settings = [getattr(self.metric, "__qualname__", None), self.runs]
-        if self.runs:
+        settings = [getattr(self.metric, "__qualname__", None), self.settings.runs]
+        if self.settings.runs:
             # In earlier versions, timed runs did not alternate with the original.
             settings.append("in turn")
         name = digest_of(self.tagged.model, self.feeds, tuple(settings))
@@ -291,7 +294,7 @@ class Measurer:
         if is_loop:
             outputs, ms = self._generated(tagged, beside)
         else:
-            outputs, ms = self._run(tagged, self.runs, beside)
+            outputs, ms = self._run(tagged, self.settings.runs, beside)
         metric = None if self.metric is None else metric_value(self.metric, outputs)
         errors = OutputErrors()
         agreements: list[Any] = []  # of the tokens of each prompt

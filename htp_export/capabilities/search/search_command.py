@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from htp_export.command.options import (
-    DataOptions,
     DepthOption,
     FileArgument,
     Idle,
@@ -19,6 +19,7 @@ from htp_export.command.options import (
     seed_option,
 )
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
+from htp_export.command.run_options import RunOptions
 from htp_export.command.terminal import Steps, notice_line, print_json, show, split_names
 from htp_export.plans.plan_options import MetricOption, read_metric
 
@@ -44,9 +45,16 @@ _OBJECTIVES = (
 )
 
 
+@dataclass(frozen=True)
+class SearchRunOptions(RunOptions):
+    """The options of runs, with a seed that is for the sampler, too."""
+
+    seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0
+
+
 def search_command(
     file: FileArgument,
-    runs_on: DataOptions,
+    runs_on: SearchRunOptions,
     space: Annotated[
         Path | None,
         typer.Argument(
@@ -80,7 +88,6 @@ def search_command(
         ),
     ] = 0,
     new_tokens: Annotated[int, count_option("Tokens after each prompt.")] = 64,
-    seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,
     output: Annotated[
         Path | None, "A folder for the plans of the front, and its picture.", Writes()
     ] = None,
@@ -101,7 +108,7 @@ def search_command(
         raise typer.BadParameter("give a file of selector → choices of modules, or --choices")
     if output is not None:
         check_plans(output)
-    inputs = {**runs_on.keywords, "seed": seed}
+    inputs = runs_on.keywords
     try:
         with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
             result = search(

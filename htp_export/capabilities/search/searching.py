@@ -29,10 +29,12 @@ from htp_export.process.interrupts import stems_from_interrupt
 from htp_export.process.progress import report_counts
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.runner import TIMED_RUNS, Metric
-from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
+from htp_export.runtime.sessions import RunnableModel, Session
+from htp_export.runtime.settings import RunSettings
 
 if TYPE_CHECKING:
-    from htp_export.runtime.data import Data, Samples
+    from htp_export.runtime.data import Data
+    from htp_export.runtime.samples import Samples
 
 _BEFORE_SAMPLER = 0.75
 """The share of the trials that refine the front before a sampler chooses: with some dozens of
@@ -147,30 +149,29 @@ def search(
 
     # The steps in their order: arguments, data, study, single modules, plans. Processes that share a
     # study repeat all of them, and find the results of the others.
+    settings = RunSettings(data, dims, shapes, seed, providers=providers, runs=runs)
     wanted = _check_objectives(objectives, metric)
     if sampler not in SAMPLERS:
         raise InputError(f"there is no sampler {sampler!r}; there are {', '.join(SAMPLERS)}")
     check_whole("trials", trials, 1, MOST_RUNS)
-    check_whole("runs", runs, 1, MOST_RUNS)
+    settings.check_timed_runs(1)
+    if "latency" not in wanted:
+        settings = replace(settings, runs=0)
     check_repeats(repeats)
     check_whole("new_tokens", new_tokens, 1, MOST_RUNS)
     tagged = read_flat(model)
-    auto = AutoPrecision(tagged, dims, shapes)
+    auto = AutoPrecision(tagged, settings)
     choices = read_space(tagged, space, select, depth, auto)
     if any(choice.is_quantized for choice in choices.choices.values()):
         tagged.require_exact_tags()
-    samples = CalibrationData.of(data, tagged.model, dims=dims, shapes=shapes, seed=seed, passes=2)
-    settings = SessionSettings(tuple(providers))
-    settings.check()
-    timed_runs = runs if "latency" in wanted else 0
+    samples = CalibrationData.of(settings, tagged.model, passes=2)
+    settings.check_providers()
     prompts = None
     calibrating = samples
     if not {*OF_DECODERS}.isdisjoint(wanted):
-        prompts = _prompts(tagged, samples, settings, new_tokens, "time" in wanted)
+        prompts = _prompts(tagged, samples, new_tokens, "time" in wanted)
         calibrating = replace(samples, given=list(map(prompts.decoder.first_feed, prompts.ids)))
-    measurer = Measurer(
-        tagged, calibrating, metric, timed_runs, settings, None, calibration, prompts
-    )
+    measurer = Measurer(tagged, calibrating, metric, calibration=calibration, prompts=prompts)
     shared = SharedStudy(
         storage,
         study,
@@ -225,7 +226,7 @@ def search(
 
 def _digest(measurer: Measurer, objectives: Sequence[str]) -> str:
     """A digest of the model, the data, and the settings of times and tokens, for a study."""
-    settings: list[Any] = [measurer.runs]
+    settings: list[Any] = [measurer.settings.runs]
     if measurer.prompts is not None:
         settings.append(measurer.prompts.new_tokens)
     if "latency" in objectives or "time" in objectives:
@@ -234,15 +235,16 @@ def _digest(measurer: Measurer, objectives: Sequence[str]) -> str:
     return digest_of(measurer.tagged.model, measurer.feeds, tuple(settings))
 
 
-def _prompts(
-    tagged: TaggedModel, samples: Samples, settings: SessionSettings, new_tokens: int, timed: bool
-) -> Prompts:
+def _prompts(tagged: TaggedModel, samples: Samples, new_tokens: int, timed: bool) -> Prompts:
     """The prompts of a decoder, random without data; an `InputError` if the model is no decoder."""
     decoder = Decoder.of(tagged.model)
     if samples.random:
-        seeds = range(samples.seed, samples.seed + _RANDOM_PROMPTS)
+        first = samples.settings.seed
+        seeds = range(first, first + _RANDOM_PROMPTS)
         with temporary_folder() as folder:
-            session = Session(RunnableModel.of(tagged.model, "the decoder", folder), settings)
+            session = Session(
+                RunnableModel.of(tagged.model, "the decoder", folder), samples.settings
+            )
             ids = [decoder.random_prompt(session, seed) for seed in seeds]
     else:
         ids = [next(iter(run.values())) for run in replace(samples, inputs=decoder.of_prompts)]

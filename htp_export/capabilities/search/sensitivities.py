@@ -24,18 +24,18 @@ from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
-from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.runner import Metric
-from htp_export.runtime.sessions import SessionSettings
+from htp_export.runtime.settings import RunSettings
 from htp_export.weights.products import Product, products_of
 from htp_export.weights.storing import numbers_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.choosing import AutoPrecision
     from htp_export.capabilities.quantize.method import Precision
-    from htp_export.runtime.data import Data, Samples
+    from htp_export.runtime.data import Data
+    from htp_export.runtime.samples import Samples
 
 
 def estimated_errors(
@@ -263,22 +263,20 @@ def sensitivity(
     from htp_export.capabilities.quantize.choosing import AutoPrecision
     from htp_export.capabilities.quantize.work import CalibrationData
 
-    check_whole("runs", runs, 0, MOST_RUNS)
+    settings = RunSettings(data, dims, shapes, seed, providers=providers, runs=runs)
+    settings.check_timed_runs(0)
     check_repeats(repeats)
     if estimate:
         _check_idle(runs=runs, repeats=repeats, results=results, by_module=by_module, metric=metric)
     tagged = read_flat(model)
-    auto = AutoPrecision(tagged, dims, shapes)
+    auto = AutoPrecision(tagged, settings)
     chosen = _precisions(precisions, auto)
     if not estimate:
         tagged.require_exact_tags()
     paths = deciding_modules(tagged, select, depth)
-    samples = CalibrationData.of(data, tagged.model, dims=dims, shapes=shapes, seed=seed, passes=2)
-    settings = SessionSettings(tuple(providers))
-    settings.check()
-    measurer = Measurer(
-        tagged, samples, metric, runs, settings, results, calibration, repeats=repeats
-    )
+    samples = CalibrationData.of(settings, tagged.model, passes=2)
+    settings.check_providers()
+    measurer = Measurer(tagged, samples, metric, results, calibration, repeats=repeats)
     estimates = estimated_errors(tagged, paths, chosen.values(), samples)
     rows: dict[tuple[str, str], ModuleSensitivity] = {}
     for path in paths:

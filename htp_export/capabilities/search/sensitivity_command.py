@@ -8,16 +8,14 @@ from typing import Annotated
 import typer
 
 from htp_export.command.options import (
-    DATA_HAS_VALUES,
-    DataOptions,
     DepthOption,
     FileArgument,
     Idle,
     JsonOption,
     SelectOption,
     count_option,
-    seed_option,
 )
+from htp_export.command.run_options import DATA_HAS_VALUES, RunOptions
 from htp_export.command.terminal import Steps, print_json, print_text, show, split_names
 from htp_export.plans.plan_options import MetricOption, read_metric
 
@@ -37,7 +35,7 @@ IDLE = (
 
 def sensitivity_command(
     file: FileArgument,
-    runs_on: DataOptions,
+    runs_on: RunOptions,
     precision: Annotated[list[str] | None, "By comma: int8, int4, fp16, ... (auto)."] = None,
     select: SelectOption = None,
     depth: DepthOption = None,
@@ -52,7 +50,6 @@ def sensitivity_command(
     repeats: Annotated[
         int, count_option("Measure each model so often, for medians and a spread (0).", 0)
     ] = 0,
-    seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, "Write CSV."] = False,
 ) -> None:
@@ -78,7 +75,6 @@ def sensitivity_command(
             runs=runs,
             repeats=repeats,
             results=results,
-            seed=seed,
         )
     if as_json:
         print_json(result.to_dict())

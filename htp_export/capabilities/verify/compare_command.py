@@ -11,13 +11,8 @@ from htp_export.capabilities.verify.verify_command import (
     parse_tolerances,
     report_runs,
 )
-from htp_export.command.options import (
-    DATA_HAS_VALUES,
-    DataOptions,
-    JsonOption,
-    SelectOption,
-    seed_option,
-)
+from htp_export.command.options import JsonOption, SelectOption
+from htp_export.command.run_options import DATA_HAS_VALUES, RunOptions
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx int8.onnx --dims batch=1,sequence=16"
@@ -28,9 +23,8 @@ IDLE = (DATA_HAS_VALUES,)
 def compare_command(
     file: Annotated[Path, "The ONNX file that is right."],
     other: Annotated[Path, "The ONNX file to compare with it."],
-    runs_on: DataOptions,
+    runs_on: RunOptions,
     select: SelectOption = None,
-    seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     tolerance: ToleranceOption = None,
     everything: AllOption = False,
     as_json: JsonOption = False,
@@ -44,6 +38,6 @@ def compare_command(
     tolerances = parse_tolerances(tolerance or ())
     with Steps(quiet=as_json).step("comparing"):
         result = compare(
-            file, other, **runs_on.keywords, select=select or None, seed=seed, tolerances=tolerances
+            file, other, **runs_on.keywords, select=select or None, tolerances=tolerances
         )
     report_runs({"": result}, everything=everything, as_json=as_json)

@@ -32,9 +32,10 @@ from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
-from htp_export.runtime.data import Data, Samples
+from htp_export.runtime.data import Data
 from htp_export.runtime.inputs import Feed, Inputs, infer_bound
-from htp_export.runtime.sessions import SessionSettings
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.settings import RunSettings
 
 
 @names_model_faults("a", "b")
@@ -92,6 +93,9 @@ def compare(
         >>> print(htp_export.compare(one, other).summary)
         3 of 3 modules agree (worst 0, (root))
     """
+    settings = RunSettings(
+        data, dims, shapes, seed, providers=providers, session_options=session_options
+    )
     ours, theirs = read_flat(a), read_flat(b)
     first_name, second_name = name_of(a, "model a"), name_of(b, "model b")
     for tagged, name in ((ours, first_name), (theirs, second_name)):
@@ -99,9 +103,8 @@ def compare(
     _check_one_model(ours, theirs, first_name, second_name)
     allowed = tolerance_of(ours, tolerances or {})
     chosen = set(ours.paths if select is None else ours.select(select))
-    feed = Samples.of(data, ours.model, dims=dims, shapes=shapes, seed=seed).only("compare")
+    feed = Samples.of(settings, ours.model).only("compare")
     other_feed = _other_feed(ours, theirs, feed, second_name)
-    settings = SessionSettings(tuple(providers), session_options)
     runs = (ours, first_name, feed.arrays), (theirs, second_name, other_feed)
     first, second = (
         with_taken_branches(with_sorted_results(FileRun(*run, settings, portion_bytes)))

@@ -16,7 +16,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array, ArrayStore, StoredArray
 from htp_export.runtime.runner import Runner, portions
-from htp_export.runtime.sessions import SessionSettings
+from htp_export.runtime.settings import RunSettings
 from htp_export.shapes.operator_kinds import is_standard
 
 
@@ -36,7 +36,7 @@ class FileRun:
     tagged: TaggedModel
     name: str
     feed: Mapping[str, Array]
-    settings: SessionSettings
+    settings: RunSettings
     portion_bytes: int
     use_up: bool = False
 

@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 import typer
 
 from htp_export.command.model_options import ModelOptions, SourceCall
-from htp_export.command.options import (
-    DimsOption,
-    FileArgument,
-    JsonOption,
-    SelectOption,
-    parse_dims,
-    read_shapes,
-)
+from htp_export.command.options import FileArgument, JsonOption, SelectOption
+from htp_export.command.run_options import DimsOption, parse_dims, read_shapes
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 from htp_export.plans.plan_options import typed_pairs

@@ -50,7 +50,7 @@ from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.runtime.arrays import PORTION_BYTES, ArrayStore
 from htp_export.runtime.declared_inputs import array_for
 from htp_export.runtime.inputs import Inputs
-from htp_export.runtime.sessions import SessionSettings
+from htp_export.runtime.settings import RunSettings
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +127,7 @@ def verify(
         >>> htp_export.verify(program).ok
         True
     """
+    settings = RunSettings(providers=providers, session_options=session_options)
     if isolated and outputs_from is not None:
         raise InputError(
             "isolated runs parts of the file, and outputs_from replaces the run: give one of them"
@@ -141,9 +142,7 @@ def verify(
     with attention_as_in(tagged.hierarchy, model):
         check_same_model(tagged, model, name)
         feed = feed_of_call(tagged, model, args, kwargs, name)
-        run = FileRun(
-            tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes
-        )
+        run = FileRun(tagged, name, feed, settings, portion_bytes)
         run = with_sorted_results(run) if outputs_from is None else DumpedRun.of(run, outputs_from)
         return _verified(
             run,

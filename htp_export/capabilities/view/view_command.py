@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 
 from htp_export.command.model_options import FILE_IDLE, LookOptions, names_file
-from htp_export.command.options import DataOption, DimsOption, Idle, JsonOption, runs_on
+from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, check_output, show_written, written_page
+from htp_export.command.run_options import InputOptions
 from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import Steps, print_json, show
 from htp_export.errors import InputError
@@ -23,6 +24,7 @@ from htp_export.reporting.command_words import in_commands
 
 if TYPE_CHECKING:
     from htp_export.capabilities.view.viewing import View
+    from htp_export.runtime.settings import RunSettings
 
 EXAMPLE = "bert.onnx -o bert.html"
 PLACE = ("Look", 4)
@@ -62,6 +64,7 @@ _MEASURES = {
 
 def view_command(
     model: LookOptions,
+    runs_on: InputOptions,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="The page.", show_default="FILE.html"),
@@ -77,8 +80,6 @@ def view_command(
     measure: Annotated[
         str | None, "Measure it first: time (as `profile`), cost, or both by comma: time,cost."
     ] = None,
-    data: DataOption = None,
-    dims: DimsOption = None,
     explorer: Annotated[
         bool | None,
         typer.Option(
@@ -111,11 +112,12 @@ def view_command(
     """
     from htp_export.capabilities.view.viewing import measured_kinds
     from htp_export.files.text_files import write_text
+    from htp_export.runtime.settings import RunSettings
 
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve exclude each other; choose one")
     kinds = measured_kinds(measure or ())
-    given = runs_on(data, dims, model.shapes if model.is_file else None)
+    given = model.run_keywords(runs_on)
     results: list[Any] = [path for path in (profile, cost, verify) if path is not None]
     results += result or ()
 
@@ -163,7 +165,7 @@ def view_command(
         viewer = f"Model Explorer, and add {target} as node data"
     check_output(target, Kind.JSON)
     model.check_file()
-    sidecar = _sidecar(file, overlay, results, kinds, given, Steps(quiet=as_json))
+    sidecar = _sidecar(file, overlay, results, kinds, RunSettings(**given), Steps(quiet=as_json))
     write_text(target, json.dumps(sidecar, indent=1), Kind.JSON)
     _report(target, f"open {file} in {viewer}", as_json)
 
@@ -198,7 +200,7 @@ def _sidecar(
     overlay: _Overlay | None,
     results: Sequence[Path],
     kinds: Sequence[str],
-    runs_on: Mapping[str, Any],
+    settings: RunSettings,
     steps: Steps,
 ) -> dict[str, Any]:
     """The sidecar for another viewer: an overlay of Model Explorer, or else Netron's."""
@@ -220,7 +222,7 @@ def _sidecar(
     tagged = read_flat(file)
     if kinds:
         with steps.step(f"measuring {file}"), quiet_runtime():
-            measures, _ = read_results([*results, *measured(file, tagged, kinds, **runs_on)])
+            measures, _ = read_results([*results, *measured(file, tagged, kinds, settings)])
     inventory = take_inventory(tagged, file.name)
     if overlay is None:
         return netron_attachment(inventory, [measure for measure in measures if measure.main])

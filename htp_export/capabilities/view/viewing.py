@@ -29,6 +29,7 @@ from htp_export.reporting.columns import si
 from htp_export.reporting.result import Result
 from htp_export.reporting.tables import drawn_parents
 from htp_export.runtime.data import Data
+from htp_export.runtime.settings import RunSettings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -188,7 +189,8 @@ def view(
     check_fits(view, "output", output)
     path = _checked_target(output, results)
     kinds = measured_kinds(measure)
-    if not kinds and (data not in (None, {}) or dims or shapes):
+    settings = RunSettings(data, dims, shapes)
+    if not kinds and settings.has_inputs:
         raise InputError("data, dims and shapes are for a measurement; give measure, too")
     measures, searches = read_results(results)
     if is_torch_module(model):
@@ -200,7 +202,7 @@ def view(
         raise InputError(f"times need an ONNX model, and this is the {inspected.summary}")
     tagged = load(cast(ModelSource, model)) if inspected is None else inspected.tagged
     file = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
-    measurements = measured(file or tagged, tagged, kinds, data=data, dims=dims, shapes=shapes)
+    measurements = measured(file or tagged, tagged, kinds, settings)
     if measurements:
         measures, searches = read_results([*results, *measurements])
     costs = next((result for result in measurements if isinstance(result, Cost)), None)
@@ -297,16 +299,21 @@ def measured_kinds(measure: str | Sequence[str]) -> list[str]:
 
 
 def measured(
-    model: ModelSource, opened: TaggedModel, kinds: Sequence[str], **runs_on: Any
+    model: ModelSource, opened: TaggedModel, kinds: Sequence[str], settings: RunSettings
 ) -> list[Numbers]:
     """Run ``profile`` and ``cost``; ``profile`` runs the file itself, not the loaded model."""
     from htp_export.capabilities.profile.latency import profile
     from htp_export.costs.costing import cost
 
+    inputs: dict[str, Any] = {
+        "data": settings.data,
+        "dims": settings.dims,
+        "shapes": settings.shapes,
+    }
     results: list[Numbers] = []
     for kind in kinds:
         is_time = kind == "time"
-        results.append(profile(model, **runs_on) if is_time else cost(opened, **runs_on))
+        results.append(profile(model, **inputs) if is_time else cost(opened, **inputs))
     return results
 
 

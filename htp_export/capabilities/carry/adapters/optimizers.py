@@ -14,7 +14,8 @@ from htp_export.capabilities.carry.adapting import adapter
 from htp_export.editing.editing import register_constants
 from htp_export.errors import InputError, ToolError
 from htp_export.extras import required
-from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session
+from htp_export.runtime.settings import RunSettings
 
 __all__ = [
     "onnxoptimizer",
@@ -128,8 +129,8 @@ def onnxruntime(
     """
     if level not in _LEVELS:
         raise InputError(f"level {level!r} is none of {', '.join(_LEVELS)}")
-    settings = SessionSettings(tuple(providers))
-    settings.check()
+    settings = RunSettings(providers=providers)
+    settings.check_providers()
     chosen = getattr(
         required("onnxruntime", "this tool").GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}"
     )

@@ -13,8 +13,10 @@ from htp_export.capabilities.carry.adapting import adapter
 from htp_export.errors import InputError
 from htp_export.extras import required
 from htp_export.files.model_files import read_model
-from htp_export.runtime.data import Data, Samples
+from htp_export.runtime.data import Data
 from htp_export.runtime.processors import saturates
+from htp_export.runtime.samples import Samples
+from htp_export.runtime.settings import RunSettings
 
 __all__ = ["matmul_nbits", "quantize_dynamic", "quantize_static"]
 
@@ -66,7 +68,7 @@ def quantize_static(
         raise InputError(
             "quantize_static needs data to see activations on: data={name: array}, or an .npz file"
         )
-    runs = iter(Samples.of(data, read_model(_source)))
+    runs = iter(Samples.of(RunSettings(data), read_model(_source)))
 
     class Reader(tool.CalibrationDataReader):  # type: ignore[misc, name-defined] # it asks for this very class
         def get_next(self) -> Mapping[str, Any] | None:
