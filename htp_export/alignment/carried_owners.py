@@ -18,7 +18,7 @@ from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.signatures import Signature, is_unread
+from htp_export.format.signatures import Signature, is_unread, renamed_signatures
 from htp_export.format.tags import Reason
 from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
 from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work, write_owners
@@ -224,12 +224,9 @@ class _CarriedEvidence(FateEvidence[int]):
         }
         self._known = cache(self._find_known)
 
-    def signatures(self) -> dict[str, list[Signature]]:
+    def signatures(self) -> dict[str, tuple[Signature, ...]]:
         """The signatures with the new names of tensors; None for a removed tensor."""
-        return {
-            path: [call.renamed(self._name) for call in calls]
-            for path, calls in self._signatures.items()
-        }
+        return renamed_signatures(self._signatures, self._name)
 
     def _name(self, name: str) -> str | None:
         number, value = self._numbered(name), self._alignment.after.find(name)

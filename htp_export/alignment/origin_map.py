@@ -385,7 +385,7 @@ def _assigned(
 
     Groups without a distinct call are assigned in order, if exactly as many calls remain.
     """
-    readers = [{name: _weights(value) for name, value in call.values.items()} for call in calls]
+    readers = [_weights_by_name(call) for call in calls]
     remaining, waiting = dict(enumerate(calls)), list(groups)
     assigned: dict[_Key, InlinedCall] = {}
     for key in groups:
@@ -404,6 +404,11 @@ def _assigned(
     if len(waiting) == len(remaining):
         assigned.update(zip(waiting, remaining.values(), strict=True))
     return assigned
+
+
+def _weights_by_name(call: InlinedCall) -> dict[str, set[str]]:
+    """For each tensor of a call: the initializers that its producer reads."""
+    return {name: _weights(value) for name, value in call.values.items()}
 
 
 def _weights(value: ir.Value) -> set[str]:

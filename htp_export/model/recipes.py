@@ -428,7 +428,7 @@ def _cuts(attributes: Mapping[str, Any], constant: Callable[[int], Any]) -> list
         return None
     axes = range(len(starts)) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
-    cuts = [[int(number) for number in cut] for cut in zip(axes, starts, ends, steps, strict=True)]
+    cuts = [list(map(int, cut)) for cut in zip(axes, starts, ends, steps, strict=True)]
     return cuts if all(cut[3] > 0 for cut in cuts) else None
 
 

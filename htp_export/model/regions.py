@@ -194,8 +194,11 @@ class GraphIndex:
         tensors = {name for tap in self._taps.values() for name in tap.made}
         if not tensors:
             return set()
-        inserted = filter(is_inserted, self.nodes)
-        return {node for node in inserted if all(value.name in tensors for value in node.outputs)}
+        nodes: set[ir.Node] = set()
+        for node in filter(is_inserted, self.nodes):
+            if all(value.name in tensors for value in node.outputs):
+                nodes.add(node)
+        return nodes
 
     def passed(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value]]:
         """The values that a node reads and produces, with those of its subgraphs or function."""

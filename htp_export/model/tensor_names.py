@@ -19,6 +19,7 @@ from htp_export.files.lazy_tensor import viewed
 from htp_export.format import tags
 from htp_export.format.bounds import number_in
 from htp_export.format.model_metadata import read_contamination, write_model_metadata
+from htp_export.format.signatures import renamed_signatures
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values
 from htp_export.model.tagged import TaggedModel
@@ -371,10 +372,7 @@ def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None
     Tensors without a new name are not in the graph any more.
     """
     props = tagged.model.metadata_props
-    signatures = {
-        path: [call.renamed(renamed.get) for call in calls]
-        for path, calls in tagged.signatures.items()
-    }
+    signatures = renamed_signatures(tagged.signatures, renamed.get)
     contamination = sorted(
         (path, renamed[tensor], leaves)
         for path, tensor, leaves in read_contamination(props)

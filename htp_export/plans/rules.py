@@ -326,11 +326,7 @@ class _Rules:
         if named(first, around):
             return False
         callers = named(later, around)
-        return not all(_is_under_any(path, callers) for path in named(first, inside))
-
-
-def _is_under_any(path: str, ancestors: Iterable[str]) -> bool:
-    return any(tags.is_under(path, ancestor) for ancestor in ancestors)
+        return not all(tags.is_under_any(path, callers) for path in named(first, inside))
 
 
 def _contains_any(path: str, descendants: Iterable[str]) -> bool:

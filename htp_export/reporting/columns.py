@@ -151,6 +151,11 @@ def record(columns: Iterable[Column[R]], row: R) -> dict[str, Any]:
     return {column.name: column.data(row) for column in columns}
 
 
+def cells_of(columns: Iterable[Column[R]], row: R) -> list[str]:
+    """The texts of a row's cells, one for each column."""
+    return [column.cell(row) for column in columns]
+
+
 def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:
     """A table as lines of text, beginning with the headings.
 
@@ -163,7 +168,7 @@ def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:
         fc          3
     """
     cells = [[column.heading for column in columns]]
-    cells += ([column.cell(row) for column in columns] for row in rows)
+    cells.extend(cells_of(columns, row) for row in rows)
     widths = [max(map(len, texts)) for texts in zip(*cells, strict=True)]
     lines = []
     for texts in cells:

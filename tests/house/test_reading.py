@@ -25,28 +25,7 @@ FREE = 2
 MOST_BRANCHES = 30
 """Branches of a function, counted as in `branches`: more do not fit in a head at once."""
 
-NESTED: set[str] = {
-    "alignment/carried_owners.py",
-    "alignment/numbering.py",
-    "alignment/origin_map.py",
-    "capabilities/bind/fitting.py",
-    "capabilities/diff/drawing.py",
-    "capabilities/forensics/investigation.py",
-    "capabilities/functions/placing.py",
-    "capabilities/partition/chain.py",
-    "capabilities/verify/file_comparing.py",
-    "capabilities/view/page/document.py",
-    "editing/flattening.py",
-    "files/data_plan.py",
-    "format/selectors.py",
-    "lineage/settling.py",
-    "model/boundaries.py",
-    "model/recipes.py",
-    "model/regions.py",
-    "model/tensor_names.py",
-    "reporting/columns.py",
-    "reporting/result.py",
-}
+NESTED = {"capabilities/bind/fitting.py"}
 """Files with a comprehension inside another one; the list can only shrink."""
 
 

@@ -73,11 +73,7 @@ def forensics(
     investigation.run(level)
     found = investigation.findings
     if chosen is not None:
-        found = [
-            finding
-            for finding in found
-            if any(tags.is_under(finding.module, path) for path in chosen)
-        ]
+        found = [finding for finding in found if tags.is_under_any(finding.module, chosen)]
     return Forensics(tuple(found), len(tagged.nodes), tagged.tag_facts, investigation.failed)
 
 
