@@ -160,14 +160,16 @@ def named_tensor(listed: Sequence[ModuleTensor], place: Place, path: str) -> lis
             place.text, f"module {path!r} ran {many(max(len(calls), 1), 'time')}, counted from 0"
         )
     wanted = [tensor for tensor in sides if place.call in (None, tensor.call or 0)]
-    # A place without a name is the first tensor of its side.
-    candidates = wanted if place.name else [tensor for tensor in wanted if tensor.first]
+    candidates = wanted
+    if not place.name:  # the first tensor of its side
+        candidates = [tensor for tensor in wanted if tensor.first]
     found = [tensor for tensor in candidates if _is_at(tensor, place)]
-    if not found:
-        names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted))
-        names = names or ("none that the file knows" if listed else "none, as it never ran")
-        raise _no_such_tensor(place, path, names)
-    return found
+    if found:
+        return found
+    names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted))
+    if not names:
+        names = "none that the file knows" if listed else "none, as it never ran"
+    raise _no_such_tensor(place, path, names)
 
 
 def _no_such_tensor(place: Place, path: str, names: str) -> SelectorError:

@@ -100,15 +100,17 @@ def profile(
     options = dict(engine_options or {})
     if timing not in _TIMINGS:
         raise InputError(f"no timing {timing!r}; there are {', '.join(_TIMINGS)}")
-    other: ProfileEngine | None = None if engine == OWN_ENGINE else plug_in("profile", engine)
-    if other is None:
+    other: ProfileEngine | None = None
+    if engine == OWN_ENGINE:
         settings.check()
         if options or measured is not None:
             raise InputError("engine_options and measured are for other engines, see engine")
-    elif settings != SessionSettings() or memory or timing == "modules":
-        raise InputError(
-            f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
-        )
+    else:
+        other = plug_in("profile", engine)
+        if settings != SessionSettings() or memory or timing == "modules":
+            raise InputError(
+                f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
+            )
     original = load(model)
     tagged = read_flat(original)  # ONNX Runtime would inline functions, with names of its own
     tagged.require_tags()
@@ -118,9 +120,7 @@ def profile(
             raise InputError(
                 "measured reads times of a run that took place; data, sizes and options have no effect"
             )
-        if not hasattr(other, "read"):
-            raise InputError(f"{engine} runs models here, and reads no files: leave out measured")
-        return Profile.of(tagged, other.read(tagged, measured, name=name), engine)
+        return _recorded(other, engine, tagged, measured, name)
     if other is not None and not hasattr(other, "measure"):
         raise InputError(
             f"{engine} is not run here: give the files of its measurements, measured=(...)"
@@ -138,8 +138,23 @@ def profile(
         result = measure(
             tagged, runnable, feed, runs, warmup, settings=settings, timing=timing, folder=folder
         )
-        allocated = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
+        allocated = None
+        if memory:
+            allocated = memory_by_module(runnable, settings, feed, tagged, folder)
         return Profile.of(tagged, result, engine, feed.notes, allocated)
+
+
+def _recorded(
+    other: ProfileEngine,
+    engine: str,
+    tagged: TaggedModel,
+    measured: Sequence[str | os.PathLike[str]],
+    name: str,
+) -> Profile:
+    """The measurements that an engine recorded elsewhere."""
+    if not hasattr(other, "read"):
+        raise InputError(f"{engine} runs models here, and reads no files: leave out measured")
+    return Profile.of(tagged, other.read(tagged, measured, name=name), engine)
 
 
 def _runnable(

@@ -6,6 +6,7 @@ The first, innermost module whose call ends with an origin is wrong itself. See 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -209,9 +210,9 @@ class _Contradictions:
         """The contradictions of one module."""
         fate = self._tagged.hierarchy[path].fate
         calls = self._tagged.signatures.get(path, ())
-        outputs = self._values([name for call in calls for name in call.outputs])
-        inputs = [self._values(list(call.inputs.values())) for call in calls]
-        passed_on = {value for values in inputs for value in values}
+        outputs = self._values(itertools.chain.from_iterable(call.outputs for call in calls))
+        inputs = [self._values(call.inputs.values()) for call in calls]
+        passed_on = set(itertools.chain.from_iterable(inputs))
         # Inputs that the module returns unchanged are not its work.
         results = [value for value in outputs if value not in passed_on]
         if fate.is_folded:
@@ -241,7 +242,7 @@ class _Contradictions:
             names = [repr(owner) if owner else "the model itself" for owner in work.owners]
             yield f"its output {value.name!r} is computed by {', '.join(names)}"
 
-    def _values(self, names: Sequence[str | None]) -> list[ir.Value]:
+    def _values(self, names: Iterable[str | None]) -> list[ir.Value]:
         """The tensors with these names that nodes compute from the inputs."""
         values = []
         for name in dict.fromkeys(names):
