@@ -17,6 +17,7 @@ from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_from_text, recipe_to_text, step
 from htp_export.model.hashes import array_hash
 from htp_export.model.module_facts import stored_tensor
+from htp_export.model.neighbours import dependencies_first
 from htp_export.shapes.inference import Inference
 from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY, is_standard, subgraphs
 
@@ -235,21 +236,16 @@ class _Positions:
 
     def __init__(self, graph: ir.Graph) -> None:
         self._inferred = Inference(graph.opset_imports)
-        self._reached, self._visited = set[ir.Node](), set[ir.Node]()
+        self._visited = set[ir.Node]()
 
     def _visit(self, value: ir.Value | None) -> None:
         """Infer only the nodes that a value depends on: most of a graph computes no positions."""
         producer = None if value is None else value.producer()
-        waiting = [] if producer is None else [producer]
-        while waiting:
-            if waiting[-1] not in self._reached:
-                self._reached.add(waiting[-1])
-                waiting += [
-                    node for node in waiting[-1].predecessors() if node not in self._reached
-                ]
-            elif (node := waiting.pop()) not in self._visited:
-                self._visited.add(node)
-                self._inferred.visit(node)
+        if producer is None:
+            return
+        for node in dependencies_first(producer, ir.Node.predecessors, self._visited):
+            self._visited.add(node)
+            self._inferred.visit(node)
 
     def __call__(self, value: ir.Value | None) -> Any:
         tensor = None if value is None else stored_tensor(value)

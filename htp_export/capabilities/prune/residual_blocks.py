@@ -11,6 +11,7 @@ from htp_export.editing.editing import remove_unused
 from htp_export.errors import InputError
 from htp_export.format.fates import Fate
 from htp_export.format.signatures import Signature
+from htp_export.model.neighbours import reached
 from htp_export.model.tagged import TaggedModel
 
 _PASSED = frozenset(
@@ -100,19 +101,15 @@ def _only_output(tagged: TaggedModel, path: str, signature: Signature) -> ir.Val
 
 def _summands(result: ir.Value, inside: set[ir.Node]) -> set[ir.Value]:
     """The tensors that a block adds up to its output, also before normalizations."""
-    summands: set[ir.Value] = set()
-    waiting = [result]
-    while waiting:
-        value = waiting.pop()
-        if value in summands:
-            continue
-        summands.add(value)
+
+    def added_up(value: ir.Value) -> list[ir.Value]:
         node = value.producer()
         if node is None or node not in inside or node.op_type not in _PASSED or node.domain:
-            continue
+            return []
         inputs = node.inputs if node.op_type in ("Add", "Mul") else node.inputs[:1]
-        waiting += [arg for arg in inputs if arg is not None]
-    return summands
+        return [arg for arg in inputs if arg is not None]
+
+    return set(reached([result], added_up))
 
 
 def _describe(

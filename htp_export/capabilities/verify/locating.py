@@ -31,7 +31,8 @@ from htp_export.format.call_tree import Instance, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.model_metadata import read_contamination
-from htp_export.model.boundaries import input_dependent_values
+from htp_export.model.boundaries import dependence, input_dependent_values
+from htp_export.model.neighbours import reached
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.comparing import Tolerance
 from htp_export.shapes.operator_kinds import SIZES_ONLY
@@ -122,14 +123,7 @@ def computed_from(
     tagged: TaggedModel, values: Iterable[ir.Value], stops: Container[ir.Value] = ()
 ) -> set[ir.Value]:
     """Tensors and all tensors that they are computed from, up to and including the nearest ``stops``."""
-    seen, queue = set[ir.Value](), [*values]
-    while queue:
-        value = queue.pop()
-        if value not in seen:
-            seen.add(value)
-            if value not in stops:
-                queue.extend(_sources(tagged, value))
-    return seen
+    return set(reached(values, lambda value: () if value in stops else _sources(tagged, value)))
 
 
 def _sources(tagged: TaggedModel, value: ir.Value) -> Iterator[ir.Value]:
@@ -259,11 +253,9 @@ class _Contradictions:
 
 def _useful(tagged: TaggedModel) -> set[ir.Value]:
     """Tensors of the main graph on whose values, not only sizes, a result of the model depends."""
-    useful = set(tagged.results)
-    for node in reversed(tagged.model.graph):
-        if node.op_type not in SIZES_ONLY and any(value in useful for value in node.outputs):
-            useful.update(tagged.index.reads(node))
-    return useful
+    nodes = [node for node in tagged.model.graph if node.op_type not in SIZES_ONLY]
+    backwards = ((node.outputs, tagged.index.reads(node)) for node in reversed(nodes))
+    return set(dependence(backwards, dict.fromkeys(tagged.results, 1)))
 
 
 def tolerance_of(
