@@ -209,19 +209,17 @@ class _CarriedEvidence(FateEvidence[int]):
         fused: Collection[int],
     ) -> None:
         super().__init__(_boundaries_of(alignment.after, works, fused))
-        self._alignment, self._signatures, self._old = (
-            alignment,
-            origin.signatures,
-            origin.hierarchy,
-        )
+        self._alignment = alignment
+        self._signatures = origin.signatures
+        self._old = origin.hierarchy
         self._number = alignment.numbers.number
         before = [origin.calls.work(node.owners, node.call) for node in alignment.before.nodes]
         self._before = _boundaries_of(alignment.before, before)
-        self._remaining = {
-            number: value
-            for value, number in reversed(list(enumerate(alignment.counterpart)))
-            if number != NOTHING and alignment.exact[value]
-        }
+        # original number → the first tensor that has its values
+        self._remaining: dict[int, int] = {}
+        for value, number in enumerate(alignment.counterpart):
+            if number != NOTHING and alignment.exact[value]:
+                self._remaining.setdefault(number, value)
         self._known = cache(self._find_known)
 
     def signatures(self) -> dict[str, tuple[Signature, ...]]:

@@ -243,9 +243,13 @@ def _dimensions(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
     """Dimensions as numbers and symbols; ``?`` for an unknown one."""
     if shape is None:
         return None
-    return tuple(
-        size if isinstance(size, int) else getattr(size, "value", None) or "?" for size in shape
-    )
+    return tuple(map(_dimension, shape))
+
+
+def _dimension(size: int | ir.SymbolicDimProtocol) -> int | str:
+    if isinstance(size, int):
+        return size
+    return size.value or "?"
 
 
 class _Summarizer:

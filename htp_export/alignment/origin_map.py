@@ -413,6 +413,10 @@ def _weights_by_name(call: InlinedCall) -> dict[str, set[str]]:
 
 def _weights(value: ir.Value) -> set[str]:
     """The names of the initializers among the inputs of a value's producer."""
+    names = set[str]()
     producer = value.producer()
-    inputs = () if producer is None else producer.inputs
-    return {str(read.name) for read in inputs if read is not None and read.is_initializer()}
+    if producer is not None:
+        for weight in producer.inputs:
+            if weight is not None and weight.is_initializer():
+                names.add(str(weight.name))
+    return names

@@ -192,11 +192,10 @@ class _Content:
 
     def tensor(self, tensor: ir.TensorProtocol) -> None:
         self.add(tensor.dtype.name, tuple(tensor.shape.numpy()))
-        self.add(
-            [bytes(each) for each in _strings(tensor)]
-            if tensor.dtype == ir.DataType.STRING
-            else tensor.tobytes()
-        )
+        if tensor.dtype == ir.DataType.STRING:
+            self.add(_strings(tensor))
+        else:
+            self.add(tensor.tobytes())
 
 
 class _Numbered(_Content):
@@ -241,11 +240,12 @@ class _Numbered(_Content):
             self._numbers.setdefault(value, len(self._numbers))
 
 
-def _strings(tensor: ir.TensorProtocol) -> Iterable[bytes]:
-    return (
-        each if isinstance(each, bytes) else str(each).encode()
-        for each in tensor.numpy().flatten().tolist()
-    )
+def _strings(tensor: ir.TensorProtocol) -> list[bytes]:
+    return [_encoded(text) for text in tensor.numpy().flatten().tolist()]
+
+
+def _encoded(text: Any) -> bytes:
+    return bytes(text) if isinstance(text, bytes) else str(text).encode()
 
 
 def _names(values: Iterable[ir.Value | None]) -> list[str | None]:

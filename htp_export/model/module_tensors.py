@@ -99,11 +99,9 @@ def _why_gone(region: Region, name: str | None) -> str:
         return f"a tool renamed or removed the tensor {name!r}; take it from the file before that tool, and carry(...)"
     others = ", ".join(map(repr, region.info.fused_with))
     if others or region.fate.is_merged or region.fate.passes_on:
-        took = (
-            f"it was merged with {others}"
-            if others
-            else "the modules that it lies between were merged"
-        )
+        took = "the modules that it lies between were merged"
+        if others:
+            took = f"it was merged with {others}"
         before = (
             "tap the file before it is optimised (optimize keeps taps), or optimise with keep_exact"
         )
@@ -118,11 +116,9 @@ def _of_nodes(region: Region, call: int | None) -> Iterator[ModuleTensor]:
     """
     part = region if call is None else region.call(call)
     if not part.nodes or not region.fate.is_exact:
-        meaning = (
-            region.fate.meaning
-            if not region.fate.is_exact
-            else "the file has no nodes of this call"
-        )
+        meaning = region.fate.meaning
+        if region.fate.is_exact:
+            meaning = "the file has no nodes of this call"
         yield ModuleTensor(region.path, OUT, "0", call, (), meaning, first=True)
         return
     for side, crossing in ((IN, part.inputs), (OUT, part.outputs)):

@@ -397,13 +397,13 @@ def _arithmetic(op_type: str, operands: Sequence[Recipe], constant: Callable[[in
 
 def _gathered(operand: Recipe, axis: int, rows: Any, shape: Sequence[int] | None) -> Recipe:
     """The recipe of a ``Gather``: a slice of adjacent rows, one row that is repeated, or any rows."""
-    if shape is None:
-        return step("take", operand, [axis, rows.tolist()])
-    first, count = int(rows.reshape(-1)[0]) if rows.size else -1, rows.size
-    if first >= 0 and (rows.reshape(-1) == np.arange(first, first + count)).all():
-        return step("reshape", step("slice", operand, [axis, first, first + count, 1]), list(shape))
-    if first >= 0 and axis == 0 and (rows == first).all():
-        return step("expand", step("slice", operand, [0, first, first + 1, 1]), list(shape))
+    first = int(rows.reshape(-1)[0]) if rows.size else -1
+    if shape is not None and first >= 0:  # negative rows are counted from the end
+        end = first + rows.size
+        if (rows.reshape(-1) == np.arange(first, end)).all():
+            return step("reshape", step("slice", operand, [axis, first, end, 1]), list(shape))
+        if axis == 0 and (rows == first).all():
+            return step("expand", step("slice", operand, [0, first, first + 1, 1]), list(shape))
     return step("take", operand, [axis, rows.tolist()])
 
 

@@ -175,9 +175,10 @@ class GraphIndex:
                 results.update(graph.outputs)
         taps = self._tap_nodes()
         tapped = {value for node in taps for value in node.outputs}
-        passed = [self.passed(node) if node not in taps else ([], []) for node in self.nodes]
+        passed: list[tuple[list[ir.Value], list[ir.Value]]] = []
         fused = set[int]()
         for place, node in enumerate(self.nodes):
+            passed.append(([], []) if node in taps else self.passed(node))
             if node.metadata_props.get(tags.REASON) == Reason.FUSED:
                 fused.add(place)
         return Boundaries(
