@@ -313,12 +313,14 @@ class _Summarizer:
             )
 
     def _body(self, body: ir.Graph, scope: str, holder: int) -> None:
-        before, first = len(self.summary.values), len(self.summary.nodes)
+        values_before = len(self.summary.values)
+        nodes_before = len(self.summary.nodes)
         self.graph(body, scope, holder)
-        inside = self.summary.nodes[first:]
-        reads = (value for node in inside for value in node.reads)
-        results = (self.values[value] for value in body.outputs if value in self.values)
-        captured = dict.fromkeys(value for value in (*reads, *results) if value < before)
+        read: list[int] = []
+        for node in self.summary.nodes[nodes_before:]:
+            read += node.reads
+        read += [self.values[value] for value in body.outputs if value in self.values]
+        captured = [value for value in read if value < values_before]
         holder_node = self.summary.nodes[holder]
         holder_node.captured = tuple(dict.fromkeys((*holder_node.captured, *captured)))
 

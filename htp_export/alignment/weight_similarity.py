@@ -397,7 +397,8 @@ def _error_in_any_layout(array: Array, entry: _Original, limit: float) -> tuple[
         return best, False
     # The layout may combine a transpose and a reshape: compare the sorted numbers.
     error = relative_error(np.sort(flat), np.sort(entry.load(), axis=None))
-    return (error if error <= min(limit, _SORTED) else math.inf), False
+    is_close = error <= min(limit, _SORTED)
+    return (error if is_close else math.inf), False
 
 
 def _fitted(array: Array, original: Array) -> tuple[float, float, float]:

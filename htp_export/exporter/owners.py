@@ -304,11 +304,11 @@ class Origins:
             exported     t = transpose(x)    u = transpose2(x)    relu(t)     u repeats t
         """
         node = self._nodes.get(counterpart)
-        inputs = {  # exported → captured
-            self._final[key]: key
-            for key in operation.inputs
-            if key in self._live and key in self._final
-        }
+        inputs: dict[Key, Key] = {}  # exported → captured
+        for key in operation.inputs:
+            exported = self._final.get(key)
+            if exported is not None and key in self._live:
+                inputs[exported] = key
         if node is None or inputs.keys() <= set(node.inputs):
             return _NO_CALLS
         sources = self._sources(node)

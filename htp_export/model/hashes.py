@@ -300,11 +300,8 @@ class Hasher:
         """The hash of a node's operator and attributes."""
         if node not in self._own:
             written = settings(node, self._facts.tagged.model.opset_imports)
-            texts = (
-                f"{each.name}={self._attribute(each)}"
-                for each in written
-                if each.name != "doc_string"
-            )
+            counted = [attribute for attribute in written if attribute.name != "doc_string"]
+            texts = (f"{attribute.name}={self._attribute(attribute)}" for attribute in counted)
             self._own[node] = _digest((node.domain, node.op_type, *texts))
         return self._own[node]
 

@@ -172,10 +172,10 @@ def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:
     widths = [max(map(len, texts)) for texts in zip(*cells, strict=True)]
     lines = []
     for texts in cells:
-        aligned = [
-            text.rjust(width) if column.right else text.ljust(width)
-            for column, text, width in zip(columns, texts, widths, strict=True)
-        ]
+        aligned: list[str] = []
+        for column, text, width in zip(columns, texts, widths, strict=True):
+            pad = text.rjust if column.right else text.ljust
+            aligned.append(pad(width))
         lines.append("  ".join(aligned).rstrip())
     return lines
 

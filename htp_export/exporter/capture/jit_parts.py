@@ -98,11 +98,8 @@ class Parts:
                 result.append(operation)
             else:
                 # Inputs that were removed: it is unknown which of the nodes absorbed their work.
-                lost = tuple(
-                    key
-                    for key in self._read_by(operation)
-                    if key in produced and self._is_gone(key)
-                )
+                read = self._read_by(operation)
+                lost = tuple(key for key in read if key in produced and self._is_gone(key))
                 result.extend(self._nodes(index, places, lost))
             produced.update(operation.outputs)
         return result
