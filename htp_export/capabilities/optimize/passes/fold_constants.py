@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -374,24 +375,31 @@ def computed(
     """
     large = {group: None for group in groups if _has_large_constants(group)}
     small = [group for group in groups if group not in large]
-    runs = [small, *([group] for group in large)]
-    while runs:
-        together = runs.pop(0)
-        if not together:
-            continue
-        nodes = [node for group in together for node in group.nodes]
-        wanted = [value for group in together for value in group.results]
-        try:
-            tensors = _run(model, nodes, wanted)
-        except Exception:  # the errors of ONNX Runtime have no other common base
-            if len(together) > 1:
-                runs[:0] = [[group] for group in together]
-            else:
-                yield together[0], {}, _first_fault(model, nodes)
-            continue
-        for group in together:
+    if small:
+        yield from _computed_together(model, small)
+    for group in large:
+        yield from _computed_together(model, [group])
+
+
+def _computed_together(
+    model: ir.Model, groups: Sequence[ConstantNodes]
+) -> Iterator[tuple[ConstantNodes, Mapping[ir.Value, ir.TensorProtocol], ir.Node | None]]:
+    """Compute groups in one run; if that fails, each in a run of its own."""
+    nodes = [node for group in groups for node in group.nodes]
+    wanted = [value for group in groups for value in group.results]
+    tensors: Mapping[ir.Value, ir.TensorProtocol] | None = None
+    # the errors of ONNX Runtime have no other common base
+    with contextlib.suppress(Exception):
+        tensors = _run(model, nodes, wanted)
+    if tensors is not None:
+        for group in groups:
             results = {value: tensors[value] for value in group.results if value in tensors}
             yield group, results, None
+    elif len(groups) == 1:
+        yield groups[0], {}, _first_fault(model, nodes)
+    else:
+        for group in groups:
+            yield from _computed_together(model, [group])
 
 
 def _has_large_constants(group: ConstantNodes) -> bool:
