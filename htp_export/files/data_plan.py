@@ -101,9 +101,9 @@ def plan_data(
     weights stay in their files; a `FileError` if these are in another folder. ``serial``: do not
     choose the plain name ``<name>.data``.
     """
-    places = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
-    external = [slot for slot in places if slot.external]
-    large = [slot for slot in places if _is_large_initializer(slot)]
+    movable = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
+    external = [slot for slot in movable if slot.external]
+    large = [slot for slot in movable if _is_large_initializer(slot)]
     free = external_data in (None, True)
     data = _free_name(target, serial=serial) if free else target.with_name(str(external_data))
     if external_data is not None:
