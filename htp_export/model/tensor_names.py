@@ -58,13 +58,13 @@ class Names:
     """The used names of a model during changes: of its tensors and of its nodes."""
 
     def __init__(self, model: ir.Model) -> None:
-        tensors: list[str | None] = []
-        nodes: list[str | None] = []
-        for graph in _wholes(model):
-            tensors.extend(value.name for value in all_values(graph))
-            nodes.extend(node.name for node in graph.all_nodes())
-        self.tensors = UsedNames(filter(None, tensors))
-        self.nodes = UsedNames(filter(None, nodes))
+        graphs = list(_wholes(model))
+        self.tensors = UsedNames(
+            str(value.name) for graph in graphs for value in all_values(graph) if value.name
+        )
+        self.nodes = UsedNames(
+            str(node.name) for graph in graphs for node in graph.all_nodes() if node.name
+        )
 
 
 def names_now(model: ir.Model) -> dict[ir.Value | ir.Node, str | None]:
@@ -232,11 +232,9 @@ def path_prefix(path: str, called: Collection[str]) -> str:
         >>> path_prefix("a/b.@0.c d", {"", "a/b", "a/b.@0", "a/b.@0.c d"})
         '/a%2Fb/%400/c%20d/'
     """
-    if not path:
-        return "/"
     space = _SEPARATORS.sub(_percent, tags.namespace(path, called))
-    levels = [f"%40{level[1:]}" if level.startswith("@") else level for level in space.split("/")]
-    return f"/{'/'.join(levels)}/"
+    levels = (f"%40{level[1:]}" if level.startswith("@") else level for level in space.split("/"))
+    return f"/{'/'.join(levels)}/" if path else "/"
 
 
 def give_path_names(tagged: TaggedModel) -> Renamed:

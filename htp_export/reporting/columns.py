@@ -151,11 +151,6 @@ def record(columns: Iterable[Column[R]], row: R) -> dict[str, Any]:
     return {column.name: column.data(row) for column in columns}
 
 
-def cells_of(columns: Iterable[Column[R]], row: R) -> list[str]:
-    """The texts of a row's cells, one for each column."""
-    return [column.cell(row) for column in columns]
-
-
 def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:
     """A table as lines of text, beginning with the headings.
 
@@ -178,6 +173,11 @@ def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:
             aligned.append(pad(width))
         lines.append("  ".join(aligned).rstrip())
     return lines
+
+
+def cells_of(columns: Iterable[Column[R]], row: R) -> list[str]:
+    """The texts of a row's cells, one for each column."""
+    return [column.cell(row) for column in columns]
 
 
 def csv_text(columns: Sequence[Column[R]], rows: Iterable[R]) -> str:

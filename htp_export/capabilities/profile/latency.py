@@ -100,17 +100,15 @@ def profile(
     options = dict(engine_options or {})
     if timing not in _TIMINGS:
         raise InputError(f"no timing {timing!r}; there are {', '.join(_TIMINGS)}")
-    other: ProfileEngine | None = None
-    if engine == OWN_ENGINE:
+    other: ProfileEngine | None = None if engine == OWN_ENGINE else plug_in("profile", engine)
+    if other is None:
         settings.check()
         if options or measured is not None:
             raise InputError("engine_options and measured are for other engines, see engine")
-    else:
-        other = plug_in("profile", engine)
-        if settings != SessionSettings() or memory or timing == "modules":
-            raise InputError(
-                f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
-            )
+    elif settings != SessionSettings() or memory or timing == "modules":
+        raise InputError(
+            f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
+        )
     original = load(model)
     tagged = read_flat(original)  # ONNX Runtime would inline functions, with names of its own
     tagged.require_tags()
@@ -138,9 +136,7 @@ def profile(
         result = measure(
             tagged, runnable, feed, runs, warmup, settings=settings, timing=timing, folder=folder
         )
-        allocated = None
-        if memory:
-            allocated = memory_by_module(runnable, settings, feed, tagged, folder)
+        allocated = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
         return Profile.of(tagged, result, engine, feed.notes, allocated)
 
 
