@@ -17,6 +17,7 @@ __all__ = ["is_installed", "required"]
 
 _EXTRA_OF = {
     "gguf": "gguf",
+    "nncf": "nncf",
     "model_explorer": "view",
     "onnxoptimizer": "tools",
     "onnxruntime": "ort",

@@ -21,7 +21,6 @@ import onnx
 import onnx_ir as ir
 
 import htp_export
-from htp_export.capabilities.carry.adapting import library
 from htp_export.capabilities.quantize.calibrating import is_divisible
 from htp_export.capabilities.quantize.method import Made, Method, Precision
 from htp_export.capabilities.quantize.methods.static import Static, channel_axis
@@ -30,6 +29,7 @@ from htp_export.capabilities.quantize.weight_operators import write_products
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.errors import HtpExportError, ToolError, described
+from htp_export.extras import required
 from htp_export.files.parsing import model_from_proto
 from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
@@ -267,7 +267,7 @@ METHODS: Mapping[str, type[Method]] = {"static": Activations, "weights": Weights
 
 def _nncf(module: str = "") -> Any:
     """NNCF, or a module of it; raises `InputError` if it is not installed."""
-    return library(f"nncf.{module}" if module else "nncf", "nncf")
+    return required(f"nncf.{module}" if module else "nncf", "engine 'nncf'")
 
 
 def _check_switches(precision: Precision, names: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.signatures import Signature, is_unread
+from htp_export.format.signatures import Signature, is_unread, renamed_signatures
 from htp_export.format.tags import Reason
 from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
 from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work, write_owners
@@ -209,27 +209,22 @@ class _CarriedEvidence(FateEvidence[int]):
         fused: Collection[int],
     ) -> None:
         super().__init__(_boundaries_of(alignment.after, works, fused))
-        self._alignment, self._signatures, self._old = (
-            alignment,
-            origin.signatures,
-            origin.hierarchy,
-        )
+        self._alignment = alignment
+        self._signatures = origin.signatures
+        self._old = origin.hierarchy
         self._number = alignment.numbers.number
         before = [origin.calls.work(node.owners, node.call) for node in alignment.before.nodes]
         self._before = _boundaries_of(alignment.before, before)
-        self._remaining = {
-            number: value
-            for value, number in reversed(list(enumerate(alignment.counterpart)))
-            if number != NOTHING and alignment.exact[value]
-        }
+        # original number → the first tensor that has its values
+        self._remaining: dict[int, int] = {}
+        for value, number in enumerate(alignment.counterpart):
+            if number != NOTHING and alignment.exact[value]:
+                self._remaining.setdefault(number, value)
         self._known = cache(self._find_known)
 
-    def signatures(self) -> dict[str, list[Signature]]:
+    def signatures(self) -> dict[str, tuple[Signature, ...]]:
         """The signatures with the new names of tensors; None for a removed tensor."""
-        return {
-            path: [call.renamed(self._name) for call in calls]
-            for path, calls in self._signatures.items()
-        }
+        return renamed_signatures(self._signatures, self._name)
 
     def _name(self, name: str) -> str | None:
         number, value = self._numbered(name), self._alignment.after.find(name)

@@ -243,9 +243,13 @@ def _dimensions(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
     """Dimensions as numbers and symbols; ``?`` for an unknown one."""
     if shape is None:
         return None
-    return tuple(
-        size if isinstance(size, int) else getattr(size, "value", None) or "?" for size in shape
-    )
+    return tuple(map(_dimension, shape))
+
+
+def _dimension(size: int | ir.SymbolicDimProtocol) -> int | str:
+    if isinstance(size, int):
+        return size
+    return size.value or "?"
 
 
 class _Summarizer:
@@ -309,12 +313,14 @@ class _Summarizer:
             )
 
     def _body(self, body: ir.Graph, scope: str, holder: int) -> None:
-        before, first = len(self.summary.values), len(self.summary.nodes)
+        values_before = len(self.summary.values)
+        nodes_before = len(self.summary.nodes)
         self.graph(body, scope, holder)
-        inside = self.summary.nodes[first:]
-        reads = (value for node in inside for value in node.reads)
-        results = (self.values[value] for value in body.outputs if value in self.values)
-        captured = dict.fromkeys(value for value in (*reads, *results) if value < before)
+        read: list[int] = []
+        for node in self.summary.nodes[nodes_before:]:
+            read += node.reads
+        read += [self.values[value] for value in body.outputs if value in self.values]
+        captured = [value for value in read if value < values_before]
         holder_node = self.summary.nodes[holder]
         holder_node.captured = tuple(dict.fromkeys((*holder_node.captured, *captured)))
 

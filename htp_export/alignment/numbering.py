@@ -21,14 +21,17 @@ FLOATS = frozenset((1, 10, 11, 16))
 # types of quantized numbers: integers and floats of at most 8 bits
 LEVELS = frozenset((2, 3, 17, 18, 19, 20, 21, 22))
 
-
 # operators without effect if shape and element type do not change
 _KEEPS_ORDER = RESHAPING | {"Cast", "CastLike", "Expand"}
 
+
+def _float_contents(number: float) -> frozenset[str]:
+    """The contents of a number in each type of `FLOATS`."""
+    return frozenset(content_of(ir.tensor(number, ir.DataType(dtype))) for dtype in FLOATS)
+
+
 _SINGLE = {
-    op: frozenset(content_of(ir.tensor(number, ir.DataType(dtype))) for dtype in FLOATS)
-    for op, number in NEUTRAL.items()
-    if not isinstance(number, bool)
+    op: _float_contents(number) for op, number in NEUTRAL.items() if not isinstance(number, bool)
 }
 """Operator → contents of its neutral numbers: with one of them, it returns its first input."""
 

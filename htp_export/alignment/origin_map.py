@@ -385,7 +385,7 @@ def _assigned(
 
     Groups without a distinct call are assigned in order, if exactly as many calls remain.
     """
-    readers = [{name: _weights(value) for name, value in call.values.items()} for call in calls]
+    readers = [_weights_by_name(call) for call in calls]
     remaining, waiting = dict(enumerate(calls)), list(groups)
     assigned: dict[_Key, InlinedCall] = {}
     for key in groups:
@@ -406,8 +406,17 @@ def _assigned(
     return assigned
 
 
+def _weights_by_name(call: InlinedCall) -> dict[str, set[str]]:
+    """For each tensor of a call: the initializers that its producer reads."""
+    return {name: _weights(value) for name, value in call.values.items()}
+
+
 def _weights(value: ir.Value) -> set[str]:
     """The names of the initializers among the inputs of a value's producer."""
+    names = set[str]()
     producer = value.producer()
-    inputs = () if producer is None else producer.inputs
-    return {str(read.name) for read in inputs if read is not None and read.is_initializer()}
+    if producer is not None:
+        for weight in producer.inputs:
+            if weight is not None and weight.is_initializer():
+                names.add(str(weight.name))
+    return names

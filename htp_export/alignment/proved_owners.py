@@ -433,10 +433,11 @@ class ProvedOwners:
 
     def _around(self, found: Sequence[Owned], index: int) -> list[str]:
         """The owners of a node's producers and consumers; the root at the ends of the graph."""
-        consumers = [
-            path for reader in self._after.consumers(index) for path in found[reader].paths
-        ]
-        return [*(self._makers_paths(found, index) or [""]), *(consumers or [""])]
+        consumers: list[str] = []
+        for reader in self._after.consumers(index):
+            consumers += found[reader].paths
+        producers = self._makers_paths(found, index)
+        return [*(producers or [""]), *(consumers or [""])]
 
     def _of_copy(self, index: int) -> Owned | None:
         """The owner of a node that returns its input.

@@ -17,6 +17,7 @@ from htp_export.alignment.alignment import Alignment
 from htp_export.alignment.graph_summary import NOTHING, SummaryNode
 from htp_export.alignment.numbering import is_copy
 from htp_export.format.tags import Reason
+from htp_export.model.neighbours import reached
 from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
 
 _MOST_REPEATED = 40
@@ -379,14 +380,13 @@ class _Division:
 
     def _up_to(self, ends: Iterable[int], part: tuple[int, ...]) -> tuple[int, ...]:
         """Nodes ``ends``, and nodes of a part on which they depend."""
-        inside, queue, behind = set(part), list(ends), set(ends)
-        while queue:
-            for value in self.before.nodes[queue.pop()].reads:
-                maker = self.before.maker[value]
-                if maker in inside and maker not in behind:
-                    behind.add(maker)
-                    queue.append(maker)
-        return tuple(sorted(behind))
+        inside = set(part)
+
+        def producers(node: int) -> list[int]:
+            makers = [self.before.maker[value] for value in self.before.nodes[node].reads]
+            return [maker for maker in makers if maker in inside]
+
+        return tuple(sorted(reached(ends, producers)))
 
     # --- between matched tensors ---
 

@@ -85,15 +85,26 @@ def _quantized(node: ir.Node) -> WeightNumbers | None:
     places = _BLOCKS.get(node.op_type) if node.domain == "com.microsoft" else None
     if places is None and not is_standard(node, "DequantizeLinear"):
         return None
-    inputs = [node.inputs[k] if k < len(node.inputs) else None for k in places or (0, 1, 2)]
+    inputs = [_input_at(node, place) for place in places or (0, 1, 2)]
+    weight = inputs[0]
     levels, scales, zeros = (None if value is None else value.const_value for value in inputs)
-    if inputs[0] is None or levels is None or scales is None or levels.size < _SMALLEST:
+    if weight is None or levels is None or scales is None or levels.size < _SMALLEST:
         return None
     if places is not None:
-        return _packed(node, inputs[0], levels, scales, zeros)
-    axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+        return _packed(node, weight, levels, scales, zeros)
+    axis = node.attributes.get_int("axis", 1)
+    block = node.attributes.get_int("block_size", 0)
     load = functools.partial(_of_axis, levels, scales, zeros, axis, block)
-    return WeightNumbers([inputs[0], *node.outputs], load)
+    return WeightNumbers([weight, *node.outputs], load)
+
+
+def _input_at(node: ir.Node, place: int) -> ir.Value | None:
+    return node.inputs[place] if place < len(node.inputs) else None
+
+
+def _reshaped(recipe: Recipe, shape: Sequence[int], wanted: Sequence[int]) -> Recipe:
+    """The recipe of a tensor of a shape, in another shape."""
+    return recipe if shape == wanted else step("reshape", recipe, [*wanted])
 
 
 def _packed(
@@ -285,10 +296,7 @@ class _Originals:
         array = np.asarray(tensor.numpy())
         same = originals.get(array_hash(array))
         if same:
-            return merged(
-                recipe if shape == array.shape else step("reshape", recipe, [*array.shape])
-                for shape, recipe in same
-            )
+            return merged(_reshaped(recipe, shape, array.shape) for shape, recipe in same)
         dimensions = sorted(array.shape)
         shapes = {shape for entries in originals.values() for shape, _ in entries}
         if any(sorted(shape) == dimensions for shape in shapes):

@@ -352,8 +352,10 @@ class Originals:
     def _fitting(self, shape: Sequence[int], axis: int) -> Iterator[tuple[_Original, bool, int]]:
         """Originals that have a shape except for one axis: whether transposed, and the size of this axis."""
         others = [k for k in range(len(shape)) if k != axis]
+        may_be_transposed = self._weights and len(shape) == 2
+        orders = (False, True) if may_be_transposed else (False,)
         for entry in self._by_rank.get(len(shape), []):
-            for transpose in (False, True) if self._weights and len(shape) == 2 else (False,):
+            for transpose in orders:
                 theirs = entry.shape[::-1] if transpose else entry.shape
                 if all(shape[k] == theirs[k] for k in others):
                     yield entry, transpose, theirs[axis]
@@ -395,17 +397,21 @@ def _error_in_any_layout(array: Array, entry: _Original, limit: float) -> tuple[
         return best, False
     # The layout may combine a transpose and a reshape: compare the sorted numbers.
     error = relative_error(np.sort(flat), np.sort(entry.load(), axis=None))
-    return (error if error <= min(limit, _SORTED) else math.inf), False
+    is_close = error <= min(limit, _SORTED)
+    return (error if is_close else math.inf), False
 
 
 def _fitted(array: Array, original: Array) -> tuple[float, float, float]:
     """The scale and offset that bring an original closest to an array, and the remaining error."""
-    mine, theirs = array.astype(np.float64).reshape(-1), original.astype(np.float64).reshape(-1)
-    centred, theirs_centred = mine - mine.mean(), theirs - theirs.mean()
-    power, both = float(theirs_centred @ theirs_centred), float(centred @ theirs_centred)
-    if not power or both <= 0:
+    mine = array.astype(np.float64).reshape(-1)
+    theirs = original.astype(np.float64).reshape(-1)
+    # least squares: covariance divided by variance, of numbers without their mean
+    deviations = theirs - theirs.mean()
+    variance = float(deviations @ deviations)
+    covariance = float((mine - mine.mean()) @ deviations)
+    if not variance or covariance <= 0:
         return 1.0, 0.0, math.inf
-    scale = both / power
+    scale = covariance / variance
     offset = float(mine.mean() - scale * theirs.mean())
     return scale, offset, relative_error((mine - offset) / scale, theirs)
 

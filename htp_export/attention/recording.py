@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from htp_export.exporter.capture.torch_internals import changes_of
 from htp_export.exporter.capture.torchscript_internals import take_over_trace
+from htp_export.model.neighbours import reached
 
 _PRODUCTS = {
     *(torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.einsum),
@@ -293,16 +294,13 @@ def _may_be_random(function: Callable[..., Any]) -> bool:
 
 def _between(last: _Operation) -> set[_Operation]:
     """An operation and the operations that its result depends on, up to the nearest products."""
-    found = {last}
-    waiting = [last]
-    while waiting:
-        operation = waiting.pop()
+
+    def sources(operation: _Operation) -> list[_Operation]:
         if operation.product:
-            continue
-        sources = {origin.operation for origin in operation.origins if origin is not None}
-        waiting += sources - found
-        found |= sources
-    return found
+            return []
+        return [origin.operation for origin in operation.origins if origin is not None]
+
+    return set(reached([last], sources))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

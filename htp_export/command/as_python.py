@@ -9,14 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
-import htp_export
-from htp_export.discovery import imported_for_types
+from htp_export.discovery import imported_for_types, names_in
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.argument_types import is_torch_module, observed_calls
 
+_PACKAGE_FILE = Path(__file__).parents[1] / "__init__.py"
 _LORA = "htp_export.capabilities.lora."
 _TOOLS = "htp_export.capabilities.carry.adapters."
 _OBJECTS = {
@@ -65,9 +66,9 @@ def public_name(function: Callable[..., Any]) -> str | None:
         ('extract', 'lora.insert', None)
     """
     name, module = function.__name__, function.__module__
-    if imported_for_types(str(htp_export.__file__)).get(name) == module:
+    if imported_for_types(str(_PACKAGE_FILE)).get(name) == module:
         return name
-    if module.startswith(_LORA) and name in htp_export.lora.__all__:
+    if module.startswith(_LORA) and name in names_in(f"{_LORA}commands", "_command"):
         return f"lora.{name}"
     if module.startswith(_TOOLS):
         return f"tools.{name}"

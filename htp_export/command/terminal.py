@@ -95,7 +95,10 @@ def split_names(typed: list[str] | None) -> list[str] | None:
         >>> split_names(["class, nodes", "flops"])
         ['class', 'nodes', 'flops']
     """
-    names = [name.strip() for text in typed or () for name in text.split(",") if name.strip()]
+    names: list[str] = []
+    for text in typed or ():
+        stripped = map(str.strip, text.split(","))
+        names.extend(filter(None, stripped))
     return names or None
 
 

@@ -128,7 +128,8 @@ def render(
     rows = sorted_by(tree.rows, tree.columns, sort)
     one_of = partial(merged_row, means=("time_ms", "own_time_ms"), most=("error",))
     table = TreeTable(rows, shown, _alike if fold else None, one_of, flat=sort is not None)
-    notes = [*tag_note(tree.tags), *(Text(note, style="yellow") for note in tree.notes)]
+    notes = list(tag_note(tree.tags))
+    notes += [Text(note, style="yellow") for note in tree.notes]
     return Group(table, *notes) if notes else table
 
 

@@ -102,6 +102,10 @@ class RunStep:
             return self.inputs[position]
         return None
 
+    def has_input(self, position: int) -> bool:
+        """Whether an input is present."""
+        return self.input(position) is not None
+
     def shape(self, position: int) -> tuple[int, ...]:
         """The shape of an input; raises `UnknownShapeError` if it is absent or unknown."""
         tensor = self.input(position)

@@ -262,11 +262,9 @@ def _inline_others(model: ir.Model) -> dict[str, int]:
     for node in all_nodes(model):
         caller = json.loads(node.metadata_props.pop(_CALLER, "{}"))
         own_paths, around = tags.owners_of(node.metadata_props), tags.owners_of(caller)
-        if around and not (own_paths and _are_under(own_paths, around)):
+        if not around:
+            continue
+        is_inside = bool(own_paths) and all(tags.is_under_any(path, around) for path in own_paths)
+        if not is_inside:
             tags.tag_node(node.metadata_props, caller)
     return called
-
-
-def _are_under(paths: Sequence[str], around: Sequence[str]) -> bool:
-    """Whether each of some modules is one of others, or a descendant."""
-    return all(any(tags.is_under(path, up) for up in around) for path in paths)

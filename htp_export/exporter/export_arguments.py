@@ -53,14 +53,12 @@ def advice_on_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator
         yield
     except Exception as error:
         for cache in caches_in([*args, *kwargs.values()]):
-            layers = [
-                layer
-                for layer in getattr(cache, "layers", ())
-                if getattr(layer, "is_sliding", False)
-            ]
-            if layers:
+            layers = getattr(cache, "layers", ())
+            sliding = [layer for layer in layers if getattr(layer, "is_sliding", False)]
+            if sliding:
+                kind = type(sliding[0]).__name__
                 error.add_note(
-                    f"htp_export: layers of the {type(cache).__name__} are {type(layers[0]).__name__}s, which drop the "
+                    f"htp_export: layers of the {type(cache).__name__} are {kind}s, which drop the "
                     "tokens before their window and count them in Python: the length of the cache is a constant. "
                     "Pass a DynamicCache() without a config, which keeps all tokens; the mask applies the window"
                 )

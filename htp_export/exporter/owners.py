@@ -15,6 +15,7 @@ from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Node, Opera
 from htp_export.format.tags import Reason
 from htp_export.lineage.owner_rule import complete
 from htp_export.model.boundaries import dependence
+from htp_export.model.neighbours import reached
 
 
 def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:
@@ -303,11 +304,11 @@ class Origins:
             exported     t = transpose(x)    u = transpose2(x)    relu(t)     u repeats t
         """
         node = self._nodes.get(counterpart)
-        inputs = {  # exported → captured
-            self._final[key]: key
-            for key in operation.inputs
-            if key in self._live and key in self._final
-        }
+        inputs: dict[Key, Key] = {}  # exported → captured
+        for key in operation.inputs:
+            exported = self._final.get(key)
+            if exported is not None and key in self._live:
+                inputs[exported] = key
         if node is None or inputs.keys() <= set(node.inputs):
             return _NO_CALLS
         sources = self._sources(node)
@@ -319,17 +320,13 @@ class Origins:
 
     def _sources(self, node: Node) -> set[Key]:
         """The captured tensors that a node depends on, also through tensors not captured."""
-        sources: set[Key] = set()
-        waiting = [*node.inputs]
-        seen = set[Key]()
-        while waiting:
-            key = waiting.pop()
-            if key in self._captured:
-                sources.add(key)
-            elif key not in seen and key in self._nodes:
-                seen.add(key)
-                waiting.extend(self._nodes[key].inputs)
-        return sources
+
+        def before(key: Key) -> Iterable[Key]:
+            if key in self._captured or key not in self._nodes:
+                return ()
+            return self._nodes[key].inputs
+
+        return {key for key in reached(node.inputs, before) if key in self._captured}
 
     def _calls_between(self, key: Key, sources: set[Key]) -> Calls:
         """The calls of the operations that compute a tensor from ``sources`` alone.

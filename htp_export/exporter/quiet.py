@@ -1,4 +1,4 @@
-"""What an export prints, and how a notebook shows its result.
+"""The output of an export: no messages of torch about itself, and a module tree in notebooks.
 
 `htp_export.export` prints nothing unless the user asks for it: torch's progress lines would fill a
 cell, and two of its messages are about torch itself.

@@ -216,10 +216,9 @@ class _Body:
             are_nodes = [isinstance(item, torch.fx.Node) for item in items]
             # an omitted tensor keeps the positions of the next ones
             if any(are_nodes) or (argument is None and takes_tensors):
-                inputs += [
-                    self._value(item) if is_node else None
-                    for item, is_node in zip(items, are_nodes, strict=True)
-                ]
+                for item, is_node in zip(items, are_nodes, strict=True):
+                    value = self._value(item) if is_node else None
+                    inputs.append(value)
             if argument is None or all(are_nodes):
                 continue
             if any(are_nodes):

@@ -50,7 +50,36 @@ class DataPlan:
     @property
     def needed(self) -> set[Path]:
         """The data files of the model that is written, resolved."""
-        return {self.data.resolve(), *(Path(slot.path).resolve() for slot, _ in self.staying)}
+        files = {self.data.resolve()}
+        for slot, _ in self.staying:
+            files.add(Path(slot.path).resolve())
+        return files
+
+
+class _Sources:
+    """The data files that the external tensors of a model are read from, by the paths of the tensors.
+
+    ``names`` are relative to the folder of the target; None for a file in another folder.
+    """
+
+    def __init__(self, external: Iterable[Slot], target: Path) -> None:
+        home = target.parent.resolve()
+        # many tensors have the same path; each look at the file system takes time
+        paths = {slot.path for slot in external}
+        self.names = {path: _name_from(home, Path(path)) for path in paths}
+        self._files = {path: Path(path).resolve() for path in paths}
+
+    def names_outside(self, files: Collection[Path]) -> set[str]:
+        """The names of the data files that are not in ``files``."""
+        names = set[str]()
+        for path, name in self.names.items():
+            if name is not None and self._files[path] not in files:
+                names.add(name)
+        return names
+
+    def contain(self, file: Path) -> bool:
+        """Whether tensors are read from a file."""
+        return file in self._files.values()
 
 
 def plan_data(
@@ -81,23 +110,21 @@ def plan_data(
         return DataPlan(target, data, free, [*external, *large], [], set())
     if _total_bytes(large) <= most_inside:
         large = []
-    home = target.parent.resolve()
-    names = {path: _name_from(home, Path(path)) for path in {slot.path for slot in external}}
+    sources = _Sources(external, target)
     if share:
-        _check_shareable(target, names)
-    files = {path: Path(path).resolve() for path in names}
-    usual = target.with_name(f"{target.name}.data").resolve()
+        _check_shareable(target, sources.names)
+    usual = _usual_data_file(target).resolve()
     owned = {usual}
-    if names and not share:
+    if external and not share:
         owned.update(own())
+    shared = sources.names_outside(owned)
     # large weights would be written over the external ones that are read from there
-    overwrites_source = bool(large) and usual in files.values()
-    is_in_another_folder = None in names.values()
-    is_of_another_model = not share and not owned.issuperset(files.values())
+    overwrites_source = bool(large) and sources.contain(usual)
+    is_in_another_folder = None in sources.names.values()
+    is_of_another_model = bool(shared) and not share
     if overwrites_source or is_in_another_folder or is_of_another_model:
         return DataPlan(target, data, free, [*external, *large], [], set())
-    shared = {name for path, name in names.items() if name and files[path] not in owned}
-    staying = [(slot, names[slot.path] or "") for slot in external]
+    staying = [(slot, sources.names[slot.path] or "") for slot in external]
     return DataPlan(target, data, free, large, staying, shared)
 
 
@@ -122,10 +149,14 @@ def _check_shareable(target: Path, names: Mapping[str, str | None]) -> None:
 
 
 def _free_name(target: Path, *, serial: bool) -> Path:
-    usual = target.with_name(f"{target.name}.data")
+    usual = _usual_data_file(target)
     if not serial and not os.path.lexists(usual):
         return usual
     return with_serial(target)
+
+
+def _usual_data_file(target: Path) -> Path:
+    return target.with_name(f"{target.name}.data")
 
 
 def with_serial(target: Path) -> Path:

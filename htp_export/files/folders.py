@@ -156,7 +156,8 @@ def whole_folder(
 
 
 def _fill(work: WorkFolder, new: Path, folder: Path, last: str) -> None:
-    names = sorted(path.relative_to(new).as_posix() for path in new.rglob("*") if not path.is_dir())
+    files = [path for path in new.rglob("*") if not path.is_dir()]
+    names = sorted(path.relative_to(new).as_posix() for path in files)
     names.sort(key=lambda name: name == last)
     with contextlib.ExitStack() as new_folders:
         for name in names:

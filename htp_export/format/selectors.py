@@ -186,7 +186,7 @@ def _remaining(terms: Sequence[_Term], chosen: set[str], classes: Mapping[str, s
 
 
 def _with_below(paths: set[str], classes: Mapping[str, str]) -> set[str]:
-    return {path for path in classes if any(above in paths for above in ancestors(path))}
+    return {path for path in classes if not paths.isdisjoint(ancestors(path))}
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,16 @@ class Signature:
         return Signature(inputs, tuple(map(new_name, self.outputs)))
 
 
+def renamed_signatures(
+    signatures: Mapping[str, Sequence[Signature]], name_of: Callable[[str], str | None]
+) -> dict[str, tuple[Signature, ...]]:
+    """Return the signatures of modules for another file; ``name_of`` as in `Signature.renamed`."""
+    renamed: dict[str, tuple[Signature, ...]] = {}
+    for path, calls in signatures.items():
+        renamed[path] = tuple(call.renamed(name_of) for call in calls)
+    return renamed
+
+
 def is_unread(calls: Sequence[Signature]) -> bool:
     """Return whether each call of a module returned tensors of which the file has none."""
     return bool(calls) and all(call.outputs and not call.given for call in calls)

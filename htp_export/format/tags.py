@@ -101,6 +101,16 @@ def is_under(path: str, ancestor: str) -> bool:
     return not ancestor or path == ancestor or path.startswith(ancestor + ".")
 
 
+def is_under_any(path: str, ancestors: Iterable[str]) -> bool:
+    """Return whether ``path`` is one of ``ancestors`` or a descendant of one.
+
+    Examples:
+        >>> is_under_any("encoder.layer.1", ("decoder", "encoder")), is_under_any("encoder", ())
+        (True, False)
+    """
+    return any(is_under(path, ancestor) for ancestor in ancestors)
+
+
 @lru_cache(maxsize=1 << 16)  # one string for each path: deep trees copy and hash it once
 def parent_path(path: str) -> str | None:
     """Return the path one level up; None for the root.

@@ -35,6 +35,7 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason
+from htp_export.model.neighbours import reached
 
 Node = TypeVar("Node")
 Entry = TypeVar("Entry")
@@ -290,16 +291,7 @@ def _computes_size(node: Node, graph: Neighbours[Node]) -> bool:
     """Whether an output of a node depends on sizes of tensors, and on no values of the inputs."""
     if graph.is_live(node):
         return False
-    queue, seen = [node], {node}
-    while queue:
-        current = queue.pop()
-        if graph.reads_size(current):
-            return True
-        for producer in graph.producers(current):
-            if producer not in seen:
-                seen.add(producer)
-                queue.append(producer)
-    return False
+    return any(map(graph.reads_size, reached([node], graph.producers)))
 
 
 def _for_this_result(result: Sequence[Work], repeats: Mapping[int, int]) -> list[Work]:

@@ -15,7 +15,7 @@ from htp_export.format.call_tree import NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.signatures import Signature, is_unread
+from htp_export.format.signatures import Signature, is_unread, renamed_signatures
 from htp_export.lineage.difference import PassDifference, Snapshot, update_owners
 from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
 from htp_export.lineage.owner_rule import OwnerRule
@@ -279,11 +279,12 @@ class Bookkeeping:
         """Whether a tensor is an output of its graph, or a consumer works outside a module."""
         if value.is_graph_output():
             return True
-        readers = (self._work(use.node) for use in value.uses())
-        return any(
-            not work.parts or any(path not in part.modules for part in work.parts)
-            for work in readers
-        )
+        for use in value.uses():
+            parts = self._work(use.node).parts
+            is_inside = bool(parts) and all(path in part.modules for part in parts)
+            if not is_inside:
+                return True
+        return False
 
     def _work(self, node: ir.Node) -> NodeCalls:
         metadata = node.metadata_props
@@ -360,10 +361,7 @@ class Bookkeeping:
     @property
     def signatures(self) -> dict[str, tuple[Signature, ...]]:
         """The signatures of the modules, with the present names of tensors."""
-        return {
-            path: tuple(call.renamed(self._now) for call in calls)
-            for path, calls in self._signatures.items()
-        }
+        return renamed_signatures(self._signatures, self._now)
 
     def _now(self, name: str) -> str | None:
         value = self._present.get(name)

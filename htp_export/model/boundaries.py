@@ -55,7 +55,10 @@ def nodes_below(nodes: Iterable[tuple[T, NodeCalls]]) -> dict[str, list[T]]:
     for modules, places in alike.items():
         for path in modules:
             below.setdefault(path, []).extend(places)
-    return {path: [listed[place][0] for place in sorted(places)] for path, places in below.items()}
+    nodes_of: dict[str, list[T]] = {}
+    for path, places in below.items():
+        nodes_of[path] = [listed[place][0] for place in sorted(places)]
+    return nodes_of
 
 
 class Boundaries(Generic[Key]):

@@ -192,11 +192,10 @@ class _Content:
 
     def tensor(self, tensor: ir.TensorProtocol) -> None:
         self.add(tensor.dtype.name, tuple(tensor.shape.numpy()))
-        self.add(
-            [bytes(each) for each in _strings(tensor)]
-            if tensor.dtype == ir.DataType.STRING
-            else tensor.tobytes()
-        )
+        if tensor.dtype == ir.DataType.STRING:
+            self.add(_strings(tensor))
+        else:
+            self.add(tensor.tobytes())
 
 
 class _Numbered(_Content):
@@ -241,11 +240,12 @@ class _Numbered(_Content):
             self._numbers.setdefault(value, len(self._numbers))
 
 
-def _strings(tensor: ir.TensorProtocol) -> Iterable[bytes]:
-    return (
-        each if isinstance(each, bytes) else str(each).encode()
-        for each in tensor.numpy().flatten().tolist()
-    )
+def _strings(tensor: ir.TensorProtocol) -> list[bytes]:
+    return [_encoded(text) for text in tensor.numpy().flatten().tolist()]
+
+
+def _encoded(text: Any) -> bytes:
+    return bytes(text) if isinstance(text, bytes) else str(text).encode()
 
 
 def _names(values: Iterable[ir.Value | None]) -> list[str | None]:
@@ -300,11 +300,8 @@ class Hasher:
         """The hash of a node's operator and attributes."""
         if node not in self._own:
             written = settings(node, self._facts.tagged.model.opset_imports)
-            texts = (
-                f"{each.name}={self._attribute(each)}"
-                for each in written
-                if each.name != "doc_string"
-            )
+            counted = [attribute for attribute in written if attribute.name != "doc_string"]
+            texts = (f"{attribute.name}={self._attribute(attribute)}" for attribute in counted)
             self._own[node] = _digest((node.domain, node.op_type, *texts))
         return self._own[node]
 

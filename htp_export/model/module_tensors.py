@@ -99,11 +99,9 @@ def _why_gone(region: Region, name: str | None) -> str:
         return f"a tool renamed or removed the tensor {name!r}; take it from the file before that tool, and carry(...)"
     others = ", ".join(map(repr, region.info.fused_with))
     if others or region.fate.is_merged or region.fate.passes_on:
-        took = (
-            f"it was merged with {others}"
-            if others
-            else "the modules that it lies between were merged"
-        )
+        took = "the modules that it lies between were merged"
+        if others:
+            took = f"it was merged with {others}"
         before = (
             "tap the file before it is optimised (optimize keeps taps), or optimise with keep_exact"
         )
@@ -118,11 +116,9 @@ def _of_nodes(region: Region, call: int | None) -> Iterator[ModuleTensor]:
     """
     part = region if call is None else region.call(call)
     if not part.nodes or not region.fate.is_exact:
-        meaning = (
-            region.fate.meaning
-            if not region.fate.is_exact
-            else "the file has no nodes of this call"
-        )
+        meaning = region.fate.meaning
+        if region.fate.is_exact:
+            meaning = "the file has no nodes of this call"
         yield ModuleTensor(region.path, OUT, "0", call, (), meaning, first=True)
         return
     for side, crossing in ((IN, part.inputs), (OUT, part.outputs)):
@@ -160,14 +156,16 @@ def named_tensor(listed: Sequence[ModuleTensor], place: Place, path: str) -> lis
             place.text, f"module {path!r} ran {many(max(len(calls), 1), 'time')}, counted from 0"
         )
     wanted = [tensor for tensor in sides if place.call in (None, tensor.call or 0)]
-    # A place without a name is the first tensor of its side.
-    candidates = wanted if place.name else [tensor for tensor in wanted if tensor.first]
+    candidates = wanted
+    if not place.name:  # the first tensor of its side
+        candidates = [tensor for tensor in wanted if tensor.first]
     found = [tensor for tensor in candidates if _is_at(tensor, place)]
-    if not found:
-        names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted))
-        names = names or ("none that the file knows" if listed else "none, as it never ran")
-        raise _no_such_tensor(place, path, names)
-    return found
+    if found:
+        return found
+    names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted))
+    if not names:
+        names = "none that the file knows" if listed else "none, as it never ran"
+    raise _no_such_tensor(place, path, names)
 
 
 def _no_such_tensor(place: Place, path: str, names: str) -> SelectorError:

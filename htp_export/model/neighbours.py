@@ -1,8 +1,8 @@
-"""Producers and consumers of a tensor, replaced inputs, and connected sets of nodes."""
+"""Producers and consumers of a tensor, replaced inputs, searches, and connected sets of nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 import onnx_ir as ir
@@ -51,6 +51,58 @@ def replace_inputs(node: ir.Node, replaced: Mapping[ir.Value, ir.Value | None]) 
 
 
 _Item = TypeVar("_Item", bound=Hashable)
+
+
+def reached(
+    starts: Iterable[_Item], further: Callable[[_Item], Iterable[_Item]]
+) -> Iterator[_Item]:
+    """Iterate over the items that a search finds, each once, the starts included.
+
+    ``further``: the items after one, such as the producers of a node's inputs; empty where the
+    search ends.
+
+    Examples:
+        >>> reads = {"c": "ab", "b": "a", "a": "", "d": "c"}
+        >>> sorted(reached("c", reads.get))
+        ['a', 'b', 'c']
+    """
+    # no recursion: graphs are deeper than Python's limit
+    waiting = [*starts]
+    found = set[_Item]()
+    while waiting:
+        item = waiting.pop()
+        if item not in found:
+            found.add(item)
+            yield item
+            waiting.extend(further(item))
+
+
+def dependencies_first(
+    item: _Item, dependencies: Callable[[_Item], Iterable[_Item]], done: Container[_Item] = ()
+) -> Iterator[_Item]:
+    """Iterate over an item and all items that it depends on, each after its dependencies.
+
+    ``done``: items that are left out, with their dependencies.
+
+    Examples:
+        >>> reads = {"d": "bc", "c": "a", "b": "a", "a": ""}
+        >>> list(dependencies_first("d", reads.get)), list(dependencies_first("d", reads.get, "c"))
+        (['a', 'b', 'c', 'd'], ['a', 'b', 'd'])
+    """
+    if item in done:
+        return
+    entered = {item}
+    path = [(item, iter(dependencies(item)))]
+    while path:
+        current, remaining = path[-1]
+        for dependency in remaining:
+            if dependency not in entered and dependency not in done:
+                entered.add(dependency)
+                path.append((dependency, iter(dependencies(dependency))))
+                break
+        else:
+            path.pop()
+            yield current
 
 
 class Groups(Generic[_Item]):

@@ -17,6 +17,7 @@ from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_from_text, recipe_to_text, step
 from htp_export.model.hashes import array_hash
 from htp_export.model.module_facts import stored_tensor
+from htp_export.model.neighbours import dependencies_first
 from htp_export.shapes.inference import Inference
 from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY, is_standard, subgraphs
 
@@ -235,21 +236,16 @@ class _Positions:
 
     def __init__(self, graph: ir.Graph) -> None:
         self._inferred = Inference(graph.opset_imports)
-        self._reached, self._visited = set[ir.Node](), set[ir.Node]()
+        self._visited = set[ir.Node]()
 
     def _visit(self, value: ir.Value | None) -> None:
         """Infer only the nodes that a value depends on: most of a graph computes no positions."""
         producer = None if value is None else value.producer()
-        waiting = [] if producer is None else [producer]
-        while waiting:
-            if waiting[-1] not in self._reached:
-                self._reached.add(waiting[-1])
-                waiting += [
-                    node for node in waiting[-1].predecessors() if node not in self._reached
-                ]
-            elif (node := waiting.pop()) not in self._visited:
-                self._visited.add(node)
-                self._inferred.visit(node)
+        if producer is None:
+            return
+        for node in dependencies_first(producer, ir.Node.predecessors, self._visited):
+            self._visited.add(node)
+            self._inferred.visit(node)
 
     def __call__(self, value: ir.Value | None) -> Any:
         tensor = None if value is None else stored_tensor(value)
@@ -401,13 +397,13 @@ def _arithmetic(op_type: str, operands: Sequence[Recipe], constant: Callable[[in
 
 def _gathered(operand: Recipe, axis: int, rows: Any, shape: Sequence[int] | None) -> Recipe:
     """The recipe of a ``Gather``: a slice of adjacent rows, one row that is repeated, or any rows."""
-    if shape is None:
-        return step("take", operand, [axis, rows.tolist()])
-    first, count = int(rows.reshape(-1)[0]) if rows.size else -1, rows.size
-    if first >= 0 and (rows.reshape(-1) == np.arange(first, first + count)).all():
-        return step("reshape", step("slice", operand, [axis, first, first + count, 1]), list(shape))
-    if first >= 0 and axis == 0 and (rows == first).all():
-        return step("expand", step("slice", operand, [0, first, first + 1, 1]), list(shape))
+    first = int(rows.reshape(-1)[0]) if rows.size else -1
+    if shape is not None and first >= 0:  # negative rows are counted from the end
+        end = first + rows.size
+        if (rows.reshape(-1) == np.arange(first, end)).all():
+            return step("reshape", step("slice", operand, [axis, first, end, 1]), list(shape))
+        if axis == 0 and (rows == first).all():
+            return step("expand", step("slice", operand, [0, first, first + 1, 1]), list(shape))
     return step("take", operand, [axis, rows.tolist()])
 
 
@@ -428,7 +424,7 @@ def _cuts(attributes: Mapping[str, Any], constant: Callable[[int], Any]) -> list
         return None
     axes = range(len(starts)) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
-    cuts = [[int(number) for number in cut] for cut in zip(axes, starts, ends, steps, strict=True)]
+    cuts = [list(map(int, cut)) for cut in zip(axes, starts, ends, steps, strict=True)]
     return cuts if all(cut[3] > 0 for cut in cuts) else None
 
 

@@ -175,9 +175,10 @@ class GraphIndex:
                 results.update(graph.outputs)
         taps = self._tap_nodes()
         tapped = {value for node in taps for value in node.outputs}
-        passed = [self.passed(node) if node not in taps else ([], []) for node in self.nodes]
+        passed: list[tuple[list[ir.Value], list[ir.Value]]] = []
         fused = set[int]()
         for place, node in enumerate(self.nodes):
+            passed.append(([], []) if node in taps else self.passed(node))
             if node.metadata_props.get(tags.REASON) == Reason.FUSED:
                 fused.add(place)
         return Boundaries(
@@ -194,8 +195,11 @@ class GraphIndex:
         tensors = {name for tap in self._taps.values() for name in tap.made}
         if not tensors:
             return set()
-        inserted = filter(is_inserted, self.nodes)
-        return {node for node in inserted if all(value.name in tensors for value in node.outputs)}
+        nodes: set[ir.Node] = set()
+        for node in filter(is_inserted, self.nodes):
+            if all(value.name in tensors for value in node.outputs):
+                nodes.add(node)
+        return nodes
 
     def passed(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value]]:
         """The values that a node reads and produces, with those of its subgraphs or function."""

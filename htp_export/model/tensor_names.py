@@ -19,6 +19,8 @@ from htp_export.files.lazy_tensor import viewed
 from htp_export.format import tags
 from htp_export.format.bounds import number_in
 from htp_export.format.model_metadata import read_contamination, write_model_metadata
+from htp_export.format.signatures import renamed_signatures
+from htp_export.model.neighbours import dependencies_first
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values
 from htp_export.model.tagged import TaggedModel
@@ -371,10 +373,7 @@ def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None
     Tensors without a new name are not in the graph any more.
     """
     props = tagged.model.metadata_props
-    signatures = {
-        path: [call.renamed(renamed.get) for call in calls]
-        for path, calls in tagged.signatures.items()
-    }
+    signatures = renamed_signatures(tagged.signatures, renamed.get)
     contamination = sorted(
         (path, renamed[tensor], leaves)
         for path, tensor, leaves in read_contamination(props)
@@ -402,9 +401,9 @@ def _canonical_order(graph: ir.Graph) -> list[ir.Node]:
     """
     order: dict[ir.Node, None] = {}
     for value in graph.outputs:
-        _reach(value.producer(), graph, order)
+        _add_after_producers(value.producer(), graph, order)
     for node in graph:
-        _reach(node, graph, order)
+        _add_after_producers(node, graph, order)
     return list(order)
 
 
@@ -422,21 +421,14 @@ def bodies_of(node: ir.Node) -> Iterator[tuple[str, ir.Graph]]:
             )
 
 
-def _reach(start: ir.Node | None, graph: ir.Graph, order: dict[ir.Node, None]) -> None:
+def _add_after_producers(
+    start: ir.Node | None, graph: ir.Graph, order: dict[ir.Node, None]
+) -> None:
     """Add a node, after all nodes on which it depends."""
-    if start is None or start.graph is not graph or start in order:
+    if start is None or start.graph is not graph:
         return
-    entered, waiting = {start}, [(start, iter(_producers(start, graph)))]
-    while waiting:
-        node, producers = waiting[-1]
-        for producer in producers:
-            if producer not in order and producer not in entered:
-                entered.add(producer)
-                waiting.append((producer, iter(_producers(producer, graph))))
-                break
-        else:
-            order[node] = None
-            waiting.pop()
+    for node in dependencies_first(start, lambda node: _producers(node, graph), order):
+        order[node] = None
 
 
 def _producers(node: ir.Node, graph: ir.Graph) -> Sequence[ir.Node]:

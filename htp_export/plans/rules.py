@@ -37,8 +37,8 @@ def parts_of(tagged: TaggedModel, node: ir.Node) -> tuple[Part, ...]:
     return tagged.index.works[node].parts or (_ROOT,)
 
 
-class Deciders:
-    """Decides which of a node's modules determine its value.
+class DecidingParts:
+    """The parts of each node's work that determine its value in a plan.
 
     Args:
         tagged: The model.
@@ -167,7 +167,7 @@ def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
     disputed: dict[ir.Node, Mapping[str, V]] = {}
     reached: list[list[ir.Node]] = [[] for _ in values]
     deciding: list[list[ir.Node]] = [[] for _ in values]
-    deciders = Deciders(tagged)
+    deciding_parts = DecidingParts(tagged)
     for node in tagged.nodes:
         parts = parts_of(tagged, node)
         for number in set[int]().union(*map(index.holding, parts)):
@@ -179,7 +179,7 @@ def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
         for number in set(chosen.values()):
             deciding[number].append(node)
         agreed = None
-        for candidates in deciders.candidates(node, rule_of):
+        for candidates in deciding_parts.candidates(node, rule_of):
             agreed = _common([rule_of[part] for part in candidates], values)
             if agreed is not None:
                 break
@@ -326,11 +326,7 @@ class _Rules:
         if named(first, around):
             return False
         callers = named(later, around)
-        return not all(_is_under_any(path, callers) for path in named(first, inside))
-
-
-def _is_under_any(path: str, ancestors: Iterable[str]) -> bool:
-    return any(tags.is_under(path, ancestor) for ancestor in ancestors)
+        return not all(tags.is_under_any(path, callers) for path in named(first, inside))
 
 
 def _contains_any(path: str, descendants: Iterable[str]) -> bool:

@@ -176,16 +176,21 @@ def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:
         fc          3
     """
     cells = [[column.heading for column in columns]]
-    cells += ([column.cell(row) for column in columns] for row in rows)
+    cells.extend(cells_of(columns, row) for row in rows)
     widths = [max(map(len, texts)) for texts in zip(*cells, strict=True)]
     lines = []
     for texts in cells:
-        aligned = [
-            text.rjust(width) if column.right else text.ljust(width)
-            for column, text, width in zip(columns, texts, widths, strict=True)
-        ]
+        aligned: list[str] = []
+        for column, text, width in zip(columns, texts, widths, strict=True):
+            pad = text.rjust if column.right else text.ljust
+            aligned.append(pad(width))
         lines.append("  ".join(aligned).rstrip())
     return lines
+
+
+def cells_of(columns: Iterable[Column[R]], row: R) -> list[str]:
+    """The texts of a row's cells, one for each column."""
+    return [column.cell(row) for column in columns]
 
 
 def csv_text(columns: Sequence[Column[R]], rows: Iterable[R]) -> str:

@@ -78,12 +78,20 @@ def _identities(
     return identities
 
 
-def repeats(parents: Mapping[str, str | None], key: Callable[[str], Hashable]) -> list[list[str]]:
-    """The runs of two or more siblings, as in `folded`, outermost first; not at the top level."""
-    repeated: list[list[str]] = []
+def repeats(parents: Mapping[str, str | None], key: Callable[[str], Hashable]) -> list[list[int]]:
+    """The runs of two or more siblings, as in `folded`, outermost first; not at the top level.
+
+    A run is a list of positions in ``parents``.
+    """
+    positions = {path: position for position, path in enumerate(parents)}
+    repeated: list[list[int]] = []
     for parent, runs in folded(parents, key).items():
-        if parent is not None:
-            repeated.extend(run for run in runs if len(run) > 1)
+        if parent is None:
+            continue
+        for run in runs:
+            places = [positions[path] for path in run]
+            if len(places) > 1:
+                repeated.append(places)
     return repeated
 
 

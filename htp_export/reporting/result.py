@@ -17,7 +17,14 @@ from os import PathLike, fspath
 from typing import Any, ClassVar, TypeVar
 
 from htp_export.errors import InputError, UnknownModuleError
-from htp_export.reporting.columns import Column, data_frame, names_of, record, text_table
+from htp_export.reporting.columns import (
+    Column,
+    cells_of,
+    data_frame,
+    names_of,
+    record,
+    text_table,
+)
 from htp_export.reporting.tag_facts import TagFacts, tag_lines
 
 V = TypeVar("V")
@@ -183,7 +190,7 @@ class Result(PlainData):
             return html_text(str(self))
         columns, rows = table
         headings = [column.heading for column in columns]
-        cells = ([column.cell(row) for column in columns] for row in rows)
+        cells = (cells_of(columns, row) for row in rows)
         return html_table(headings, cells, (self.summary, *self.lines))
 
 
@@ -284,16 +291,22 @@ def html_table(
     listed = list(lines)
     right = [False] * len(header)
     if listed:
-        columns = zip(*listed, strict=True)
-        right = [all(_NUMBER.fullmatch(cell) for cell in column) for column in columns]
-
-    def row(kind: str, cells: Sequence[str]) -> str:
-        aligned = zip(cells, right, strict=True)
-        return f"<tr>{''.join(_cell(kind, cell, is_right) for cell, is_right in aligned)}</tr>"
-
-    cells = "".join(row("td", line) for line in listed[:_MOST_LINES])
-    table = f"<table><thead>{row('th', header)}</thead><tbody>{cells}</tbody></table>"
+        right = [_is_numeric(column) for column in zip(*listed, strict=True)]
+    head = _html_row("th", header, right)
+    body = "".join(_html_row("td", line, right) for line in listed[:_MOST_LINES])
+    table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
     return f'<div style="{_SCROLLED}">{table}</div>{_below(len(listed) - _MOST_LINES, " lines", notes)}'
+
+
+def _is_numeric(cells: Iterable[str]) -> bool:
+    """Whether all cells of a column are numbers, or empty."""
+    return all(_NUMBER.fullmatch(cell) for cell in cells)
+
+
+def _html_row(kind: str, texts: Sequence[str], right: Sequence[bool]) -> str:
+    """A row of a table; ``kind`` is ``th`` or ``td``, ``right`` the alignment of each column."""
+    cells = [_cell(kind, text, is_right) for text, is_right in zip(texts, right, strict=True)]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] = ()) -> str:

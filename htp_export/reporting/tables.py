@@ -34,11 +34,12 @@ def drawn_parents(modules: Mapping[str, Drawn]) -> dict[str, str | None]:
         {'': None, 'layer.0': ''}
     """
     holding = tags.all_above(modules)
-    drawn = {
-        path: module
-        for path, module in modules.items()
-        if not path or module.calls or not module.nodes or path not in holding
-    }
+    drawn: dict[str, None] = {}
+    for path, module in modules.items():
+        never_ran = bool(path) and not module.calls
+        is_container = never_ran and module.nodes and path in holding
+        if not is_container:
+            drawn[path] = None
     return {path: tags.nearest_above(path, drawn) for path in drawn}
 
 

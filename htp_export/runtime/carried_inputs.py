@@ -63,7 +63,19 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
         [('input.1', 'input_ids'), ('mask.3', 'attention_mask')]
     """
     pairs = {name: name for name in ours if name in theirs}
-    scores = _similarities(ours, theirs, pairs)
+    _pair_by_words(pairs, _similarities(ours, theirs, pairs))
+    taken = set(pairs.values())
+    rest = [name for name in ours if name not in pairs]
+    their_rest = [name for name in theirs if name not in taken]
+    if len(rest) == len(their_rest):
+        in_order = dict(zip(rest, their_rest, strict=True))
+        if all(_same_rank(ours[mine], theirs[other]) for mine, other in in_order.items()):
+            pairs.update(in_order)
+    return pairs
+
+
+def _pair_by_words(pairs: dict[str, str], scores: Mapping[tuple[str, str], float]) -> None:
+    """Add pairs by similarity, the most similar first, without ambiguous ones."""
 
     def is_open(pair: tuple[str, str]) -> bool:
         return pair[0] not in pairs and pair[1] not in pairs.values()
@@ -79,14 +91,6 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
         )
         if not any(map(is_open, rivals)):
             pairs[mine] = other
-    taken = set(pairs.values())
-    rest = [name for name in ours if name not in pairs]
-    their_rest = [name for name in theirs if name not in taken]
-    if len(rest) == len(their_rest) and all(
-        _same_rank(ours[mine], theirs[other]) for mine, other in zip(rest, their_rest, strict=True)
-    ):
-        pairs.update(zip(rest, their_rest, strict=True))
-    return pairs
 
 
 def _similarities(

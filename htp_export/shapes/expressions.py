@@ -82,10 +82,11 @@ class _Reader:
     @property
     def names(self) -> frozenset[str]:
         """The names of dimensions, without the names of functions."""
-        following = pairwise([*self._tokens, ("", "")])
-        return frozenset(
-            token for (kind, token), (_, after) in following if kind == "name" and after != "("
-        )
+        names = set[str]()
+        for (kind, token), (_, after) in pairwise([*self._tokens, ("", "")]):
+            if kind == "name" and after != "(":
+                names.add(token)
+        return frozenset(names)
 
     def result(self) -> Fraction:
         value = self._sum()

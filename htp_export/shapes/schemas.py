@@ -205,11 +205,12 @@ def settings(node: ir.Node, versions: Mapping[str, int]) -> list[ir.Attr]:
     if not written:
         return []
     defaults = _defaults(node.op_type, versions.get(node.domain, 0), node.domain)
-    return [
-        written[name]
-        for name in sorted(written)
-        if (written[name].type, written[name].value) != defaults.get(name)
-    ]
+    changed = []
+    for name in sorted(written):
+        attribute = written[name]
+        if (attribute.type, attribute.value) != defaults.get(name):
+            changed.append(attribute)
+    return changed
 
 
 def is_written_as(node: ir.Node, version: int, later: int) -> bool:

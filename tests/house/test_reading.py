@@ -25,30 +25,6 @@ FREE = 2
 MOST_BRANCHES = 30
 """Branches of a function, counted as in `branches`: more do not fit in a head at once."""
 
-NESTED: set[str] = {
-    "alignment/carried_owners.py",
-    "alignment/numbering.py",
-    "alignment/origin_map.py",
-    "capabilities/bind/fitting.py",
-    "capabilities/diff/drawing.py",
-    "capabilities/forensics/investigation.py",
-    "capabilities/functions/placing.py",
-    "capabilities/partition/chain.py",
-    "capabilities/verify/file_comparing.py",
-    "capabilities/view/page/document.py",
-    "editing/flattening.py",
-    "files/data_plan.py",
-    "format/selectors.py",
-    "lineage/settling.py",
-    "model/boundaries.py",
-    "model/recipes.py",
-    "model/regions.py",
-    "model/tensor_names.py",
-    "reporting/columns.py",
-    "reporting/result.py",
-}
-"""Files with a comprehension inside another one; the list can only shrink."""
-
 
 def docstrings(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
@@ -125,7 +101,7 @@ def test_a_file_reads_like_the_field(file):
     tree = ast.parse(source)
     words = old_words(source, tree)
     assert not words
-    assert has_nested_comprehension(tree) == (file in NESTED)
+    assert not has_nested_comprehension(tree)
     assert most_branches(tree) <= MOST_BRANCHES
 
 
@@ -140,7 +116,3 @@ def made(given):
     assert old_words(source, tree) == ["what", "those", "docstring: What ..."]
     assert has_nested_comprehension(tree)
     assert branches(tree) == 2
-
-
-def test_the_list_names_files():
-    assert FILES.keys() >= NESTED

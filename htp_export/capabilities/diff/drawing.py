@@ -85,8 +85,7 @@ def comparison_page(
     """
     from htp_export.capabilities.view.page.document import document, tags_data
 
-    names = ("path", "status", "before", "after")
-    drawn = [{name: plain(getattr(row, name)) for name in names} for row in rows]
+    drawn = [_row_data(row) for row in rows]
     data = {
         "before": before,
         "after": after,
@@ -105,6 +104,12 @@ def comparison_page(
     )
 
 
+def _row_data(row: Any) -> dict[str, Any]:
+    """The fields of a `ModuleDifference` that the page shows, as data."""
+    names = ("path", "status", "before", "after")
+    return {name: plain(getattr(row, name)) for name in names}
+
+
 def difference_page(difference: ModelDifference, before: str, after: str) -> str:
     """The page of the differences between two files with these names, and of their tags."""
     files = list(zip((before, after), difference.tags, strict=True))
@@ -118,7 +123,6 @@ def difference_page(difference: ModelDifference, before: str, after: str) -> str
 def _repeats(rows: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Positions of equal siblings with equal changes; the wiring of tensors does not count."""
     by_path = {row["path"]: row for row in rows}
-    positions = {path: position for position, path in enumerate(by_path)}
     parents = {path: tags.nearest_above(path, by_path) for path in by_path}
 
     def without_path(side: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -129,4 +133,4 @@ def _repeats(rows: Sequence[dict[str, Any]]) -> list[list[int]]:
         sides = [without_path(row["before"]), without_path(row["after"])]
         return json.dumps([row["status"], sides], sort_keys=True)
 
-    return [[positions[path] for path in run] for run in repeats(parents, key)]
+    return repeats(parents, key)

@@ -83,8 +83,8 @@ def repeated_blocks(facts: GraphFacts) -> tuple[Block, ...]:
     return tuple(sorted(blocks or _pieces(facts), key=lambda block: -block.count * block.nodes))
 
 
-def _modules(facts: GraphFacts) -> Iterator[Block]:
-    """Modules that compute the same, as blocks."""
+def _repeated_modules(facts: GraphFacts) -> dict[str, list[Region]]:
+    """Hash → the modules with weights that have it, if they run more than once."""
     tagged, hasher = facts.tagged, Hasher(facts)
     groups: defaultdict[str, list[Region]] = defaultdict(list)
     for path in tagged.paths:
@@ -92,7 +92,12 @@ def _modules(facts: GraphFacts) -> Iterator[Block]:
         is_candidate = path and region.calls and len(region.nodes) >= _LEAST_NODES
         if is_candidate and _holds_weights(region.nodes):
             groups[hasher.region(path)].append(region)
-    repeated = {key: regions for key, regions in groups.items() if _runs_of(regions) > 1}
+    return {key: regions for key, regions in groups.items() if _runs_of(regions) > 1}
+
+
+def _modules(facts: GraphFacts) -> Iterator[Block]:
+    """Modules that compute the same, as blocks."""
+    repeated = _repeated_modules(facts)
     group_of = {region.path: key for key, regions in repeated.items() for region in regions}
 
     def group_above(region: Region) -> str | None:

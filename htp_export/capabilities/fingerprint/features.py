@@ -267,8 +267,7 @@ def model_inputs(facts: GraphFacts) -> list[ModelInput]:
 
 
 def _model_input(facts: GraphFacts, value: ir.Value) -> ModelInput:
-    rank, dtype = facts.rank(value) or 0, facts.dtype(value)
-    is_floating = dtype is not None and dtype.is_floating_point()
+    is_floating = _is_floating(facts, value)
 
     def onward(node: ir.Node) -> bool:
         # a product of computed integers has positions, and is no input in another form
@@ -281,13 +280,21 @@ def _model_input(facts: GraphFacts, value: ir.Value) -> ModelInput:
             return ModelInput(value, "tokens")
         if convolution is None and is_standard(node, "Conv") and position == 0:
             convolution = node
+    rank = facts.rank(value) or 0
     if convolution is not None:
-        if rank >= 4 and (facts.rank(convolution.inputs[1]) or 0) >= 4:
+        kernel_rank = facts.rank(convolution.inputs[1]) or 0
+        if rank >= 4 and kernel_rank >= 4:
             return ModelInput(value, "image", convolution)
         if is_floating and rank in (2, 3):
             return ModelInput(value, "sound", convolution)
-    has_features = is_floating and rank >= 2 and value.uses()
-    return ModelInput(value, "features" if has_features else "control")
+    if is_floating and rank >= 2 and value.uses():
+        return ModelInput(value, "features")
+    return ModelInput(value, "control")
+
+
+def _is_floating(facts: GraphFacts, value: ir.Value) -> bool:
+    dtype = facts.dtype(value)
+    return dtype is not None and dtype.is_floating_point()
 
 
 def _looks_up(facts: GraphFacts, node: ir.Node, position: int) -> bool:

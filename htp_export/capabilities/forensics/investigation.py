@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,11 +73,7 @@ def forensics(
     investigation.run(level)
     found = investigation.findings
     if chosen is not None:
-        found = [
-            finding
-            for finding in found
-            if any(tags.is_under(finding.module, path) for path in chosen)
-        ]
+        found = [finding for finding in found if tags.is_under_any(finding.module, chosen)]
     return Forensics(tuple(found), len(tagged.nodes), tagged.tag_facts, investigation.failed)
 
 
@@ -195,18 +191,31 @@ class _Investigation:
         """Add the findings of one run: rewrites, merged constants, and removed weights."""
         level = max(level, info.level, key=self._passes.LEVELS.index)
         add = functools.partial(self._add, fixed_by=info.name, level=level)
-        for rewrite in rewrites(difference, one_by_one=info.name == ONE_BY_ONE):
+        self._add_rewrites(copy, info.name, difference, add)
+        self._add_merged_constants(copy, difference, add)
+        self._add_removed_weights(model, add)
+
+    def _add_rewrites(
+        self, copy: _Copy, pass_name: str, difference: PassDifference, add: Callable[..., None]
+    ) -> None:
+        """Add a finding for each rewrite of original nodes, and follow the origins of new nodes."""
+        for rewrite in rewrites(difference, one_by_one=pass_name == ONE_BY_ONE):
             origins = copy.origins_of(rewrite.removed)
             copy.origins.update(dict.fromkeys(rewrite.added, origins))
             if set(rewrite.removed).isdisjoint(copy.written) or rewrite.operators == {"Constant"}:
                 continue
-            kind = self._kind_of(info.name, rewrite)
+            kind = self._kind_of(pass_name, rewrite)
             # a pass of a lower level changed these nodes already
-            if kind == info.name and frozenset(map(name_of_node, origins)) in self._known:
+            if kind == pass_name and frozenset(map(name_of_node, origins)) in self._known:
                 continue
             weights = rewrite.inputs[:1] if kind == "identity_weight" else []
             names_of_weights = [value.name or "" for value in weights if value is not None]
             add(kind, origins, detail=_detail(rewrite), tensors=names_of_weights)
+
+    def _add_merged_constants(
+        self, copy: _Copy, difference: PassDifference, add: Callable[..., None]
+    ) -> None:
+        """Add a finding for each group of equal constants of the original model."""
         for values, readers in equal_constants(difference):
             names = [value.name or "" for value in values]
             tensors = [name for name in names if name in self._constants]
@@ -214,12 +223,16 @@ class _Investigation:
                 size = bytes_of(values[0].const_value) * (len(tensors) - 1)
                 detail = f"{len(tensors)} equal, {size:,} bytes too many"
                 add("duplicate_constants", copy.origins_of(readers), detail=detail, tensors=tensors)
+
+    def _add_removed_weights(self, model: ir.Model, add: Callable[..., None]) -> None:
+        """Add one finding for the initializers without consumers, when a pass removes them."""
         removed = [value for value in self._unread if value.name not in model.graph.initializers]
-        if removed:
-            self._unread = []
-            detail = f"{len(removed)}, {sum(bytes_of(v.const_value) for v in removed):,} bytes"
-            tensors = [value.name or "" for value in removed]
-            add("unused_initializers", (), detail=detail, tensors=tensors)
+        if not removed:
+            return
+        self._unread = []
+        size = sum(bytes_of(value.const_value) for value in removed)
+        tensors = [value.name or "" for value in removed]
+        add("unused_initializers", (), detail=f"{len(removed)}, {size:,} bytes", tensors=tensors)
 
     def _left(self, copy: _Copy, found: Iterable[Declined], level: Level) -> None:
         """Add nodes that passes leave unchanged, unless another pass changes them."""

@@ -116,10 +116,9 @@ def _chain_without(chain: Chain, gone: Collection[Instance]) -> Chain:
 
 def _nested(model: ir.Model) -> int:
     """The depth of a model's functions inside one another, up to the limit of ONNX."""
-    remaining = {
-        key: {node.op_identifier() for node in function.all_nodes()}
-        for key, function in model.functions.items()
-    }
+    remaining: dict[ir.OperatorIdentifier, set[ir.OperatorIdentifier]] = {}
+    for key, function in model.functions.items():
+        remaining[key] = {node.op_identifier() for node in function.all_nodes()}
     levels = 0
     while remaining and levels < MOST_NESTED:
         called = set(itertools.chain(*remaining.values())) & remaining.keys()

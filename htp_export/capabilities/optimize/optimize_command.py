@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,6 +15,9 @@ from htp_export.command.run_options import RunOptions
 from htp_export.command.terminal import Steps, print_json, print_text, show
 from htp_export.files.folders import new_folder
 from htp_export.files.targets import Kind, check_parent
+
+if TYPE_CHECKING:
+    from htp_export.capabilities.optimize.results import OptimizedModels
 
 EXAMPLE = "bert.onnx -o small.onnx --level tolerant"
 PLACE = ("Optimise", 1)
@@ -75,7 +78,6 @@ def optimize_command(
     from htp_export.capabilities.optimize.optimizing import optimize
     from htp_export.capabilities.optimize.registry import choose
     from htp_export.capabilities.optimize.results import Optimized, OptimizedModels
-    from htp_export.reporting.module_table import flat_table
 
     if list_passes:
         _list_passes(as_json)
@@ -105,13 +107,10 @@ def optimize_command(
     if as_json:
         print_json((several or results[files[0].name]).to_dict())
         return
-    for name, result in results.items():
-        if several and attribution:
-            print_text(f"{name}:\n")
-        if attribution or not several:
-            show(render_optimized(result, attribution=attribution, depth=depth))
-    if several:
-        show(flat_table(*several.table()))
+    if several is None:
+        show(render_optimized(results[files[0].name], attribution=attribution, depth=depth))
+    else:
+        _show_several(several, attribution, depth)
     for _, target in targets:
         show_written(written_files(target))
     show_next("htp-export", "diff", *targets[0])
@@ -126,6 +125,18 @@ def _list_passes(as_json: bool) -> None:
         return
     rows = [{"name": info.name, "level": info.level, "summary": info.summary} for info in passes]
     print_json({"passes": rows})
+
+
+def _show_several(several: OptimizedModels, attribution: bool, depth: int | None) -> None:
+    """Show the table of several models, after the modules of each with ``attribution``."""
+    from htp_export.capabilities.optimize.drawing import render_optimized
+    from htp_export.reporting.module_table import flat_table
+
+    if attribution:
+        for name, result in several.models.items():
+            print_text(f"{name}:\n")
+            show(render_optimized(result, attribution=True, depth=depth))
+    show(flat_table(*several.table()))
 
 
 def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:

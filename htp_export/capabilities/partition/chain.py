@@ -415,7 +415,7 @@ def _stage_model(tagged: TaggedModel, part: Cut, modules: frozenset[str]) -> ir.
     graph, _ = cut_graph(tagged, part)
     model = model_around(tagged, graph)
     tree = tagged.hierarchy
-    whole = {path for path in tree if any(up in modules for up in tags.ancestors(path))}
+    whole = {path for path in tree if not modules.isdisjoint(tags.ancestors(path))}
     owners = filter(None, map(tagged.owners_of, all_nodes(model)))
     first = {node_owners[0] for node_owners in owners}
     inside = whole | first | tags.all_above(first) | {""}

@@ -122,9 +122,7 @@ def profile(
             raise InputError(
                 "measured reads times of a run that took place; data, sizes and options have no effect"
             )
-        if not hasattr(other, "read"):
-            raise InputError(f"{engine} runs models here, and reads no files: leave out measured")
-        return Profile.of(tagged, other.read(tagged, measured, name=name), engine)
+        return _recorded(other, engine, tagged, measured, name)
     if other is not None and not hasattr(other, "measure"):
         raise InputError(
             f"{engine} is not run here: give the files of its measurements, measured=(...)"
@@ -142,6 +140,19 @@ def profile(
         result = measure(tagged, runnable, feed, settings, warmup, timing=timing, folder=folder)
         allocated = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
         return Profile.of(tagged, result, engine, feed.notes, allocated)
+
+
+def _recorded(
+    other: ProfileEngine,
+    engine: str,
+    tagged: TaggedModel,
+    measured: Sequence[str | os.PathLike[str]],
+    name: str,
+) -> Profile:
+    """The measurements that an engine recorded elsewhere."""
+    if not hasattr(other, "read"):
+        raise InputError(f"{engine} runs models here, and reads no files: leave out measured")
+    return Profile.of(tagged, other.read(tagged, measured, name=name), engine)
 
 
 def _runnable(

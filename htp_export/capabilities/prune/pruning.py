@@ -164,11 +164,11 @@ def _pruned(
     whole = {**cut.whole, **unchanged}
     _refuse_whole_weights(wanted, owners, whole, values, strict=strict)
 
-    after: dict[Weight, Counts] = {}
+    after = dict.fromkeys(weights, (0, 0))
     for weight in counted(left, "weights"):
         tensors = factors[weight].values if weight in factors else (weight.value,)
         after[weight] = _counts(*tensors)
-    counts = [(owners[weight], before[weight], after.get(weight, (0, 0))) for weight in weights]
+    counts = [(owners[weight], before[weight], after[weight]) for weight in weights]
     return Pruned(
         modules=pruned_modules(_facts(tagged.refresh()).values(), counts, bytes_before),
         plan={path: str(value) for path, value in wanted.modules.items()},

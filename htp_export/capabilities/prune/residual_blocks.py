@@ -11,6 +11,7 @@ from htp_export.editing.editing import remove_unused
 from htp_export.errors import InputError
 from htp_export.format.fates import Fate
 from htp_export.format.signatures import Signature
+from htp_export.model.neighbours import reached
 from htp_export.model.tagged import TaggedModel
 
 _PASSED = frozenset(
@@ -64,29 +65,21 @@ def ends_of(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
     Raises:
         InputError: The module is no residual block, has several outputs, or runs several times.
     """
-    # Each condition of a residual block is an early exit with its reason.
     signature = tagged.signature(path)
     if not path or signature is None or tagged[path].calls != 1:
         name = repr(path or "(root)")
         raise InputError(
             f"module {name} cannot be removed: it is the whole model, or runs several times"
         )
-    results = [tagged.values[name] for name in signature.outputs if name and name in tagged.values]
-    other_outputs = [value for value in tagged[path].outputs if value not in results[:1]]
-    if not results or other_outputs:
-        listed = ", ".join(repr(value.name) for value in other_outputs)
-        raise InputError(
-            f"module {path!r} cannot be removed: "
-            f"it also returns {listed or 'no tensor of the graph'}"
-        )
-    result = results[0]
-    shape, dtype = tagged.inferred.shape(result), tagged.inferred.dtype(result)
+    result = _only_output(tagged, path, signature)
+    inferred = tagged.inferred
     summands = _summands(result, set(tagged[path].nodes))
     for argument in signature.inputs.values():
         value = tagged.values.get(argument or "")
         if value is None or value is result or value not in summands:
             continue
-        if tagged.inferred.shape(value) == shape and tagged.inferred.dtype(value) == dtype:
+        has_shape = inferred.shape(value) == inferred.shape(result)
+        if has_shape and inferred.dtype(value) == inferred.dtype(result):
             return value, result
     raise InputError(
         f"module {path!r} is no residual block: its output {result.name!r} "
@@ -94,21 +87,29 @@ def ends_of(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
     )
 
 
+def _only_output(tagged: TaggedModel, path: str, signature: Signature) -> ir.Value:
+    """The output of a module whose nodes compute no other output; an `InputError` otherwise."""
+    results = [tagged.values[name] for name in signature.outputs if name and name in tagged.values]
+    other_outputs = [value for value in tagged[path].outputs if value not in results[:1]]
+    if results and not other_outputs:
+        return results[0]
+    listed = ", ".join(repr(value.name) for value in other_outputs)
+    raise InputError(
+        f"module {path!r} cannot be removed: it also returns {listed or 'no tensor of the graph'}"
+    )
+
+
 def _summands(result: ir.Value, inside: set[ir.Node]) -> set[ir.Value]:
     """The tensors that a block adds up to its output, also before normalizations."""
-    summands: set[ir.Value] = set()
-    waiting = [result]
-    while waiting:
-        value = waiting.pop()
-        if value in summands:
-            continue
-        summands.add(value)
+
+    def added_up(value: ir.Value) -> list[ir.Value]:
         node = value.producer()
         if node is None or node not in inside or node.op_type not in _PASSED or node.domain:
-            continue
+            return []
         inputs = node.inputs if node.op_type in ("Add", "Mul") else node.inputs[:1]
-        waiting += [arg for arg in inputs if arg is not None]
-    return summands
+        return [arg for arg in inputs if arg is not None]
+
+    return set(reached([result], added_up))
 
 
 def _describe(

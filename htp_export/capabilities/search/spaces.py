@@ -15,7 +15,7 @@ from htp_export.format import tags
 from htp_export.format.call_tree import Part
 from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
-from htp_export.plans.rules import Deciders
+from htp_export.plans.rules import DecidingParts
 from htp_export.reporting.tables import drawn_levels, drawn_parents
 from htp_export.weights.products import products_of
 
@@ -406,9 +406,9 @@ def _at_depth(tagged: TaggedModel, paths: Iterable[str], depth: int) -> set[str]
 
 def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:
     """For each node with weights, the calls that decide; of equal modules, the first."""
-    deciders = Deciders(tagged)
+    deciding_parts = DecidingParts(tagged)
     weighted = dict.fromkeys(product.node for product in products_of(tagged, tagged.nodes))
-    parts_of = {node: deciders.of(node) for node in weighted}
+    parts_of = {node: deciding_parts.of(node) for node in weighted}
     nodes_of: defaultdict[str, set[ir.Node]] = defaultdict(set)
     for node, parts in parts_of.items():
         for part in parts:

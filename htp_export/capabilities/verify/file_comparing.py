@@ -169,7 +169,10 @@ def _with_reasons(
 ) -> dict[str, ModuleResult]:
     """Replace the results of modules that were not compared: with the file that lacks their tensors as the reason."""
     compared = {call.path for call in checked if call.outputs}
-    in_first = {call.path for call in calls if any(output is not None for output in call.outputs)}
+    in_first = set[str]()
+    for call in calls:
+        if any(output is not None for output in call.outputs):
+            in_first.add(call.path)
 
     def reason(path: str) -> str:
         if path in compared:

@@ -6,6 +6,7 @@ The first, innermost module whose call ends with an origin is wrong itself. See 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,8 @@ from htp_export.format.call_tree import Instance, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.model_metadata import read_contamination
-from htp_export.model.boundaries import input_dependent_values
+from htp_export.model.boundaries import dependence, input_dependent_values
+from htp_export.model.neighbours import reached
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.comparing import Tolerance
 from htp_export.shapes.operator_kinds import SIZES_ONLY
@@ -121,14 +123,7 @@ def computed_from(
     tagged: TaggedModel, values: Iterable[ir.Value], stops: Container[ir.Value] = ()
 ) -> set[ir.Value]:
     """Tensors and all tensors that they are computed from, up to and including the nearest ``stops``."""
-    seen, queue = set[ir.Value](), [*values]
-    while queue:
-        value = queue.pop()
-        if value not in seen:
-            seen.add(value)
-            if value not in stops:
-                queue.extend(_sources(tagged, value))
-    return seen
+    return set(reached(values, lambda value: () if value in stops else _sources(tagged, value)))
 
 
 def _sources(tagged: TaggedModel, value: ir.Value) -> Iterator[ir.Value]:
@@ -209,9 +204,9 @@ class _Contradictions:
         """The contradictions of one module."""
         fate = self._tagged.hierarchy[path].fate
         calls = self._tagged.signatures.get(path, ())
-        outputs = self._values([name for call in calls for name in call.outputs])
-        inputs = [self._values(list(call.inputs.values())) for call in calls]
-        passed_on = {value for values in inputs for value in values}
+        outputs = self._values(itertools.chain.from_iterable(call.outputs for call in calls))
+        inputs = [self._values(call.inputs.values()) for call in calls]
+        passed_on = set(itertools.chain.from_iterable(inputs))
         # Inputs that the module returns unchanged are not its work.
         results = [value for value in outputs if value not in passed_on]
         if fate.is_folded:
@@ -241,7 +236,7 @@ class _Contradictions:
             names = [repr(owner) if owner else "the model itself" for owner in work.owners]
             yield f"its output {value.name!r} is computed by {', '.join(names)}"
 
-    def _values(self, names: Sequence[str | None]) -> list[ir.Value]:
+    def _values(self, names: Iterable[str | None]) -> list[ir.Value]:
         """The tensors with these names that nodes compute from the inputs."""
         values = []
         for name in dict.fromkeys(names):
@@ -258,11 +253,9 @@ class _Contradictions:
 
 def _useful(tagged: TaggedModel) -> set[ir.Value]:
     """Tensors of the main graph on whose values, not only sizes, a result of the model depends."""
-    useful = set(tagged.results)
-    for node in reversed(tagged.model.graph):
-        if node.op_type not in SIZES_ONLY and any(value in useful for value in node.outputs):
-            useful.update(tagged.index.reads(node))
-    return useful
+    nodes = [node for node in tagged.model.graph if node.op_type not in SIZES_ONLY]
+    backwards = ((node.outputs, tagged.index.reads(node)) for node in reversed(nodes))
+    return set(dependence(backwards, dict.fromkeys(tagged.results, 1)))
 
 
 def tolerance_of(

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -369,17 +369,26 @@ class _Body:
     running: Sequence[str]
 
 
+def _listed_arguments(args: Iterable[Any]) -> list[Any]:
+    """The arguments of the bodies of an operator, which are in lists among its own arguments."""
+    arguments: list[Any] = []
+    for argument in args:
+        if isinstance(argument, list | tuple):
+            arguments += argument
+    return arguments
+
+
 def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
     """Return a context manager that adds the innermost running module to the readers of each operation's parameters."""
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves
 
-    # The class is inside this function because its base needs torch, which is imported late.
     def is_body(argument: Any) -> bool:
         # A class is no body: the operator of an autograd function takes its class.
         return callable(argument) and not isinstance(argument, torch.Tensor | type)
 
+    # The class is inside this function because its base needs torch, which is imported late.
     class Watch(TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()
@@ -409,14 +418,14 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
                 return run
 
             bodies = [argument for argument in args if is_body(argument)]
-            arguments: list[Any] = []
-            for argument in args:
-                if isinstance(argument, list | tuple):
-                    arguments += argument
+            arguments = _listed_arguments(args)
             if self._each_once and returns_like_its_body(func):
                 results = [watched(body)(*arguments) for body in bodies]
                 return results[-1]
-            watched_args = [watched(arg) if is_body(arg) else arg for arg in args]
+            watched_args = list(args)
+            for position, argument in enumerate(args):
+                if is_body(argument):
+                    watched_args[position] = watched(argument)
             result = func(*watched_args, **kwargs)
             for body in bodies:
                 if body not in ran:

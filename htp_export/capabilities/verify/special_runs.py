@@ -323,7 +323,7 @@ def _known_tensors(
     """Inputs and outputs, with PyTorch's values, of all calls of some modules and their descendants."""
     known: dict[ir.Value, StoredArray] = {}
     for call in calls:
-        if not any(tags.is_under(call.call.path, module) for module in group):
+        if not tags.is_under_any(call.call.path, group):
             continue
         for pair in (*call.inputs, *call.outputs):
             if len(pair.candidates) == 1:

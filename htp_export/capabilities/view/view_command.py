@@ -111,8 +111,6 @@ def view_command(
     module tree, a map of it and the graph, and loads nothing from elsewhere.
     """
     from htp_export.capabilities.view.viewing import measured_kinds
-    from htp_export.files.text_files import write_text
-    from htp_export.runtime.settings import RunSettings
 
     if sum((overlay is not None, netron, serve)) > 1:
         raise InputError("--overlay, --netron and --serve exclude each other; choose one")
@@ -151,13 +149,32 @@ def view_command(
         raise InputError(
             "--overlay and --netron are for an ONNX file that Model Explorer or Netron opens"
         )
-    file = Path(str(model.source) if model.is_file else "model")
-    if not (netron or overlay):
-        target = output or file.with_suffix(".html")
-        check_output(target, Kind.PAGE)
-        _report(target, f"open {target} in a browser", as_json, *draw(target))
+    if netron or overlay:
+        _write_sidecar(model, overlay, output, results, kinds, given, as_json=as_json)
         return
-    if netron:
+    file = Path(str(model.source) if model.is_file else "model")
+    target = output or file.with_suffix(".html")
+    check_output(target, Kind.PAGE)
+    _report(target, f"open {target} in a browser", as_json, *draw(target))
+
+
+def _write_sidecar(
+    model: LookOptions,
+    overlay: _Overlay | None,
+    output: Path | None,
+    results: Sequence[Path],
+    kinds: Sequence[str],
+    runs_on: Mapping[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Write an overlay for Model Explorer, or Netron's sidecar, for a file that these open."""
+    from htp_export.files.text_files import write_text
+    from htp_export.runtime.settings import RunSettings
+
+    file = Path(str(model.source))
+    settings = RunSettings(**runs_on)
+    if overlay is None:
         target = output or file.with_suffix(".netron.json")
         viewer = f"Netron, and drop {target} onto it"
     else:
@@ -165,7 +182,7 @@ def view_command(
         viewer = f"Model Explorer, and add {target} as node data"
     check_output(target, Kind.JSON)
     model.check_file()
-    sidecar = _sidecar(file, overlay, results, kinds, RunSettings(**given), Steps(quiet=as_json))
+    sidecar = _sidecar(file, overlay, results, kinds, settings, Steps(quiet=as_json))
     write_text(target, json.dumps(sidecar, indent=1), Kind.JSON)
     _report(target, f"open {file} in {viewer}", as_json)
 

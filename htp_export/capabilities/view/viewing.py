@@ -181,10 +181,8 @@ def view(
         >>> shown.modules, shown.nodes, shown.html.startswith("<!doctype html>")
         (3, 2, True)
     """
-    from htp_export.capabilities.inspect.inspected import Inspected
     from htp_export.costs.result import Cost
 
-    # The branches below are checks of arguments, each with its message, and the kinds of models.
     args, output = _arguments(is_torch_module(model), positional, args, output)
     check_fits(view, "output", output)
     path = _checked_target(output, results)
@@ -197,17 +195,13 @@ def view(
         from htp_export.capabilities.inspect.inspecting import inspect
 
         model = inspect(cast(Any, model), () if args is None else args, kwargs=kwargs)
-    inspected = model if isinstance(model, Inspected) else None
-    if inspected is not None and inspected.way != "onnx" and "time" in kinds:
-        raise InputError(f"times need an ONNX model, and this is the {inspected.summary}")
-    tagged = load(cast(ModelSource, model)) if inspected is None else inspected.tagged
-    file = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
+    subject = _subject_of(cast(ModelSource, model), kinds)
+    tagged, file = subject.tagged, subject.file
     measurements = measured(file or tagged, tagged, kinds, settings)
     if measurements:
         measures, searches = read_results([*results, *measurements])
     costs = next((result for result in measurements if isinstance(result, Cost)), None)
-    shown = shown_graph(tagged, file, statistics=weights, costs=costs)
-    graphs = [shown] if inspected is None else _graphs_of(inspected, shown)
+    graphs = subject.graphs(shown_graph(tagged, file, statistics=weights, costs=costs))
     page, missing = page_of([graph.with_results(measures) for graph in graphs], explorer, searches)
     if path is not None:
         write_text(path, page)
@@ -221,9 +215,38 @@ def view(
         missing=missing,
         failures={path: module.failure for path, module in modules.items() if module.failure},
     )
-    if inspected is None:
+    if subject.inspected is None:
         return result
-    return replace(result, way=inspected.way, stopped=inspected.stopped)
+    return replace(result, way=subject.inspected.way, stopped=subject.inspected.stopped)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """The model of a page.
+
+    ``file``: its path, as the user passed it; empty for a model in memory. ``inspected``: the
+    result of `inspect`, for a PyTorch model.
+    """
+
+    tagged: TaggedModel
+    file: str = ""
+    inspected: Inspected | None = None
+
+    def graphs(self, shown: ShownGraph) -> list[ShownGraph]:
+        """The graphs of the page; ``shown``: the whole graph."""
+        return [shown] if self.inspected is None else _graphs_of(self.inspected, shown)
+
+
+def _subject_of(model: ModelSource | Inspected, kinds: Sequence[str]) -> _Subject:
+    """Load a model, unless it is inspected already, and check that it can be measured."""
+    from htp_export.capabilities.inspect.inspected import Inspected
+
+    if isinstance(model, Inspected):
+        if model.way != "onnx" and "time" in kinds:
+            raise InputError(f"times need an ONNX model, and this is the {model.summary}")
+        return _Subject(model.tagged, inspected=model)
+    file = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
+    return _Subject(load(model), file)
 
 
 def _checked_target(

@@ -24,6 +24,11 @@ def _attend(
     return Work(scores * (size + value_size), scores * per_score)
 
 
+def _length(step: RunStep, position: int, axis: int) -> int:
+    """The size of an axis of an optional input; 0 without the input."""
+    return step.shape(position)[axis] if step.has_input(position) else 0
+
+
 def _onnx_attention(step: RunStep) -> Work:
     """ONNX's ``Attention``: inputs of rank 4, with separate heads, or of rank 3."""
     query = step.shape(0)
@@ -37,9 +42,9 @@ def _onnx_attention(step: RunStep) -> Work:
         query = (query[0], heads, query[1], query[2] // heads)
         key = (key[0], shared, key[1], key[2] // shared)
         value = (value[0], shared, value[1], value[2] // shared)
-    past = step.shape(4)[2] if step.input(4) is not None else 0
+    past = _length(step, 4, axis=2)
     batch, heads, length, size = query
-    masked = step.input(3) is not None or step.integer("is_causal")
+    masked = step.has_input(3) or step.integer("is_causal")
     capped = 3 if step.real("softcap", 0.0) else 0
     per_score = 1 + bool(masked) + capped + SOFTMAX
     return _attend(batch, heads, length, key[2] + past, size, value[3], per_score)
@@ -58,12 +63,12 @@ def _packed_attention(past: int, bias: int, mask: int, extra: int) -> Formula:
         heads = step.integer("num_heads")
         if not heads or len(sizes) != 3:
             raise UnknownShapeError("the sizes of heads")
-        earlier = step.shape(past)[-2] if step.input(past) is not None else 0
-        per_score = 1 + sum(step.input(k) is not None for k in (mask, extra)) + SOFTMAX
+        earlier = _length(step, past, axis=-2)
+        per_score = 1 + sum(map(step.has_input, (mask, extra))) + SOFTMAX
         attended = _attend(
             batch, heads, length, length + earlier, sizes[0] // heads, sizes[2] // heads, per_score
         )
-        added = batch * length * weights[1] if step.input(bias) is not None else 0
+        added = batch * length * weights[1] * step.has_input(bias)
         return Work(attended.macs + batch * length * math.prod(weights), attended.other + added)
 
     return formula
@@ -76,7 +81,7 @@ def _multi_head(step: RunStep) -> Work:
     if not heads:
         raise UnknownShapeError("the number of heads")
     batch, length = query[:2]
-    key = step.shape(1) if step.input(1) is not None else None
+    key = step.shape(1) if step.has_input(1) else None
     if len(query) == 5:
         size = value_size = query[4]
         total = length
@@ -85,15 +90,15 @@ def _multi_head(step: RunStep) -> Work:
         if key is None:
             raise UnknownShapeError("the length of keys")
         value_size = size
-        if step.input(2) is not None:
+        if step.has_input(2):
             value = step.shape(2)
             value_size = value[3] if len(value) == 4 else value[2] // heads
         total = key[2] if len(key) == 4 else key[1]
-    total += step.shape(6)[2] if step.input(6) is not None else 0
+    total += _length(step, 6, axis=2)
     added = 0
-    if step.input(3) is not None:
+    if step.has_input(3):
         added = sum(math.prod(shape) for shape in (query, key) if shape)
-    per_score = 1 + sum(step.input(k) is not None for k in (4, 5)) + SOFTMAX
+    per_score = 1 + sum(map(step.has_input, (4, 5))) + SOFTMAX
     work = _attend(batch, heads, length, total, size, value_size, per_score)
     return Work(work.macs, work.other + added)
 
@@ -105,13 +110,18 @@ def _grouped_query(step: RunStep) -> Work:
     shared = step.integer("kv_num_heads")
     if not heads or not shared:
         raise UnknownShapeError("the number of heads")
-    size = width // (heads + 2 * shared) if step.input(1) is None else width // heads
+    # without keys as an input of their own, keys and values are in the first one, too
+    is_packed = not step.has_input(1)
+    size = width // (heads + 2 * shared if is_packed else heads)
     present = step.outputs[1].shape if len(step.outputs) > 1 else None
-    cached = step.shape(3)[2] if step.input(3) is not None else 0
-    total = present[2] if present is not None else length + cached
+    total = length + _length(step, 3, axis=2)
+    if present is not None:
+        total = present[2]
     work = _attend(batch, heads, length, total, size, size, 2 + SOFTMAX)
-    turned = 3 * batch * length * (heads + shared) * size if step.integer("do_rotary") else 0
-    return Work(work.macs, work.other + turned)
+    rotation = 0
+    if step.integer("do_rotary"):
+        rotation = 3 * batch * length * (heads + shared) * size
+    return Work(work.macs, work.other + rotation)
 
 
 FORMULAS: Formulas = {

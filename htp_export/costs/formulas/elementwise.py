@@ -32,7 +32,7 @@ def _each_further_input(step: RunStep) -> Work:
 
 
 def _clip(step: RunStep) -> Work:
-    bounds = sum(step.input(k) is not None for k in (1, 2))
+    bounds = sum(map(step.has_input, (1, 2)))
     bounds += sum(name in step.attributes for name in ("min", "max"))
     return Work(0, bounds * math.prod(step.output_shape()))
 
@@ -51,10 +51,10 @@ def _layer_norm(summands: int = 0, centred: bool = True) -> Formula:
     def formula(step: RunStep) -> Work:
         count = (2 if centred else 0) + 2 + 1 + 1
         if centred and summands in _BIAS_INDEX:
-            count += step.input(_BIAS_INDEX[summands]) is not None
+            count += step.has_input(_BIAS_INDEX[summands])
         if summands:
             further = 4 if centred else 3
-            count += 1 + (step.input(further) is not None)
+            count += 1 + step.has_input(further)
         return per_input(count)(step)
 
     return formula
@@ -202,7 +202,7 @@ FORMULAS: Formulas = {
     **{(_CONTRIB, op): per_output(count) for op, count in _CONTRIB_PER_OUTPUT.items()},
     (_CONTRIB, "BiasSoftmax"): per_output(SOFTMAX + 1),
     (_CONTRIB, "EmbedLayerNormalization"): per_output(2 + 7),
-    (_CONTRIB, "FastGelu"): lambda step: per_output(8 + (step.input(1) is not None))(step),
+    (_CONTRIB, "FastGelu"): lambda step: per_output(8 + step.has_input(1))(step),
     (_CONTRIB, "GroupNorm"): lambda step: per_output(7 + 2 * step.integer("activation"))(step),
     (_CONTRIB, "QLinearSoftmax"): per_output(SOFTMAX + 6),
     (_CONTRIB, "QLinearAveragePool"): _pool,

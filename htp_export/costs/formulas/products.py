@@ -27,14 +27,14 @@ def matmul_with_bias(bias: int, after: int = 0) -> Formula:
     """A product, an optional bias, and ``after`` operations for each output element."""
 
     def formula(step: RunStep) -> Work:
-        added = 1 if step.input(bias) is not None else 0
+        added = int(step.has_input(bias))
         return Work(_matmul(step).macs, (added + after) * _outputs(step))
 
     return formula
 
 
 def _gemm(step: RunStep) -> Work:
-    added = step.input(2) is not None and step.real("beta", 1.0) != 0
+    added = step.has_input(2) and step.real("beta", 1.0) != 0
     scaled = (step.real("alpha", 1.0) != 1) + (added and step.real("beta", 1.0) != 1)
     return Work(_matmul(step).macs, (int(added) + scaled) * _outputs(step))
 
@@ -102,7 +102,7 @@ def _conv(weight: int, bias: int | None = None, after: int = 0) -> Formula:
 
     def formula(step: RunStep) -> Work:
         filters = step.shape(weight)
-        added = 1 if bias is not None and step.input(bias) is not None else 0
+        added = int(bias is not None and step.has_input(bias))
         return Work(_outputs(step) * math.prod(filters[1:]), (added + after) * _outputs(step))
 
     return formula
@@ -110,7 +110,7 @@ def _conv(weight: int, bias: int | None = None, after: int = 0) -> Formula:
 
 def _fused_conv(step: RunStep) -> Work:
     activation = bool(step.text("activation"))
-    summand = step.input(3) is not None
+    summand = step.has_input(3)
     return _conv(1, 2, int(activation) + int(summand))(step)
 
 
@@ -125,12 +125,12 @@ def _deform_conv(step: RunStep) -> Work:
     output = step.output_shape()
     work = _conv(1, 3)(step)
     sampled = output[0] * math.prod(output[2:]) * math.prod(filters[2:]) * step.shape(0)[1]
-    return Work(work.macs, work.other + sampled * (8 if step.input(4) is not None else 7))
+    return Work(work.macs, work.other + sampled * (7 + step.has_input(4)))
 
 
 def _conv_transpose(step: RunStep) -> Work:
     """Each input element is multiplied with the filters of its group."""
-    added = 1 if step.input(2) is not None else 0
+    added = int(step.has_input(2))
     return Work(math.prod(step.shape(0)) * math.prod(step.shape(1)[1:]), added * _outputs(step))
 
 
@@ -182,7 +182,7 @@ FORMULAS: Formulas = {
     ("com.microsoft", "MatMulIntegerToFloat"): matmul_with_bias(6, after=1),
     ("com.microsoft", "DynamicQuantizeMatMul"): lambda step: Work(
         _matmul(step).macs,
-        _outputs(step) * (2 if step.input(4) is not None else 1) + 5 * math.prod(step.shape(0)),
+        _outputs(step) * (1 + step.has_input(4)) + 5 * math.prod(step.shape(0)),
     ),
     ("com.microsoft", "MatMulNBits"): matmul_with_bias(5),
     ("com.microsoft", "MatMulBnb4"): _matmul,

@@ -55,7 +55,7 @@ def _roi_align(step: RunStep) -> Work:
 
 def _stft(step: RunStep) -> Work:
     """For each frame, the window, and ``5 n log2 n`` as for a fast Fourier transform."""
-    if step.input(2) is not None:
+    if step.has_input(2):
         (length,) = step.shape(2)
     else:
         length_input = step.input(3)
@@ -63,7 +63,7 @@ def _stft(step: RunStep) -> Work:
             raise UnknownShapeError("the length of frames")
         length = int(length_input.value.reshape(-1)[0])
     frames = math.prod(step.output_shape()[:2])
-    window = length * (step.input(2) is not None)
+    window = length * step.has_input(2)
     transform = round(5 * length * math.log2(max(length, 2)))
     return Work(0, frames * (window + transform))
 
@@ -111,9 +111,9 @@ def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") 
         routed = step.shape(1)
         tokens = math.prod(x[:-1])
         chosen = step.integer("k", 1)
-        sizes = [_expert_size(step, k) for k in weights if step.input(k) is not None]
+        sizes = [_expert_size(step, k) for k in weights if step.has_input(k)]
         macs = packed * sum(sizes)
-        added = sum(_expert_size(step, k) for k in biases if step.input(k) is not None)
+        added = sum(_expert_size(step, k) for k in biases if step.has_input(k))
         inner = packed * _expert_size(step, weights[1]) // x[-1]
         # An activation of two operations, and a product with the gate if there is a third layer.
         activation = 3 if len(sizes) > 2 else 2
@@ -152,7 +152,7 @@ FORMULAS: Formulas = {
     (_CONTRIB, "Inverse"): _inverse,
     (_CONTRIB, "CDist"): _distances,
     (_CONTRIB, "SkipGroupNorm"): lambda step: per_output(
-        8 + (step.input(4) is not None) + 2 * step.integer("activation")
+        8 + step.has_input(4) + 2 * step.integer("activation")
     )(step),
     (_CONTRIB, "GatherBlockQuantized"): per_output(2),
     (_CONTRIB, "BiasDropout"): per_output(2),

@@ -37,7 +37,7 @@ def _bilinear(step: RunStep) -> Work:
     """For each output, a matrix between two vectors."""
     outputs = math.prod(step.output_shape())
     (_, rows, columns) = step.shape(2)
-    return Work(outputs * rows * (columns + 1), outputs if step.input(3) is not None else 0)
+    return Work(outputs * rows * (columns + 1), outputs * step.has_input(3))
 
 
 def _convolution(step: RunStep) -> Work:
@@ -50,7 +50,7 @@ def _attention(step: RunStep) -> Work:
     key = step.shape(1)
     value = step.shape(2)
     scores = math.prod(query[:-1]) * key[-2]
-    masked = step.input(3) is not None or step.integer("is_causal")
+    masked = step.has_input(3) or step.integer("is_causal")
     return Work(scores * (query[-1] + value[-1]), scores * (1 + bool(masked) + SOFTMAX))
 
 
@@ -111,9 +111,7 @@ def _each_summand(step: RunStep) -> Work:
 
 def _norm(count: int) -> Formula:
     """A number of operations for each element, and one each for scale and bias, if present."""
-    return lambda step: per_input(
-        count + (step.input(1) is not None) + (step.input(2) is not None)
-    )(step)
+    return lambda step: per_input(count + step.has_input(1) + step.has_input(2))(step)
 
 
 def _reduces(step: RunStep) -> Work:

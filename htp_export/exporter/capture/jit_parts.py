@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import Key, Operation
-from htp_export.exporter.capture.torchscript_internals import LIST, SHAPE_KINDS, Reading
-
-_T = TypeVar("_T")
+from htp_export.exporter.capture.torchscript_internals import (
+    LIST,
+    SHAPE_KINDS,
+    Reading,
+    without_lists,
+)
+from htp_export.model.neighbours import reached
 
 
 class Inner(NamedTuple):
@@ -62,7 +66,7 @@ class Parts:
                 elements[step.outputs[0]] = step.inputs
             else:
                 self._producers.update(dict.fromkeys(step.outputs, place))
-        self._reads = [tuple(_without_lists(step.inputs, elements)) for step in graph.steps]
+        self._reads = [tuple(without_lists(step.inputs, elements)) for step in graph.steps]
         # (inputs, outputs) of an operation in the graph before → the places of its nodes
         self._found: dict[tuple[frozenset[int], frozenset[int]], list[int]] = {}
         self._claimed: set[int] = set()  # the places of all nodes assigned so far
@@ -94,11 +98,8 @@ class Parts:
                 result.append(operation)
             else:
                 # Inputs that were removed: it is unknown which of the nodes absorbed their work.
-                lost = tuple(
-                    key
-                    for key in self._read_by(operation)
-                    if key in produced and self._is_gone(key)
-                )
+                read = self._read_by(operation)
+                lost = tuple(key for key in read if key in produced and self._is_gone(key))
                 result.extend(self._nodes(index, places, lost))
             produced.update(operation.outputs)
         return result
@@ -112,17 +113,21 @@ class Parts:
         same = self._known_before(operation.inputs), self._known_before(operation.outputs)
         if same in self._found:
             return self._found[same]
-        waiting = [self._numbers[key] for key in operation.outputs if key in self._numbers]
-        places: set[int] = set()
-        while waiting:
-            place = self._producers.get(waiting.pop())
-            if place is None or place in places or place in self._claimed:
-                continue
-            places.add(place)
-            waiting.extend(number for number in self._reads[place] if number not in self._captured)
-        self._claimed |= places
-        self._found[same] = sorted(places)
-        return self._found[same]
+
+        def producers(numbers: Iterable[int]) -> list[int]:
+            places = (self._producers.get(number) for number in numbers)
+            return [place for place in places if place is not None and place not in self._claimed]
+
+        def before(place: int) -> list[int]:
+            return producers(
+                number for number in self._reads[place] if number not in self._captured
+            )
+
+        results = [self._numbers[key] for key in operation.outputs if key in self._numbers]
+        places = sorted(reached(producers(results), before))
+        self._claimed.update(places)
+        self._found[same] = places
+        return places
 
     def _passed_on(self, operation: Operation) -> Key | None:
         """The input that an operation returns: both were translated into the same tensor."""
@@ -144,7 +149,7 @@ class Parts:
 
     def _read_by(self, operation: Operation) -> Iterator[Key]:
         """The tensors that an operation reads, with the elements of lists in place of the lists."""
-        return _without_lists(operation.inputs, self._lists)
+        return without_lists(operation.inputs, self._lists)
 
     def _nodes(
         self,
@@ -182,14 +187,3 @@ def _numbers_before(
         if number is not None:
             numbers[key] = number
     return numbers
-
-
-def _without_lists(keys: Sequence[_T], elements: Mapping[_T, Sequence[_T]]) -> Iterator[_T]:
-    """Tensors, with the elements of lists in place of the lists."""
-    waiting = [*reversed(keys)]
-    while waiting:
-        key = waiting.pop()
-        if key in elements:
-            waiting.extend(reversed(elements[key]))
-        else:
-            yield key

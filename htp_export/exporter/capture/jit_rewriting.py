@@ -321,19 +321,17 @@ class _Rewriting:
     def counterparts(self) -> dict[int, int]:
         """Tensor before → the tensor that has its value, as far as replaced inputs show it."""
         remaining = {*self._producers_after, *self._after.inputs, *self._after.constants}
-        same = {
-            number: number
-            for number in (*self._producers_before, *self._before.inputs)
-            if number in remaining
-        }
-        ends = {
-            number: last_in_place(number, self._replaced, self._producers_after)
-            for number in self._replaced
-        }
-        merged = self._merged_with_next()
-        return {
-            old: new for old, new in (same | ends).items() if new in remaining and old not in merged
-        }
+        before = (*self._producers_before, *self._before.inputs)
+        counterparts = {number: number for number in before if number in remaining}
+        for number in self._replaced:
+            last = last_in_place(number, self._replaced, self._producers_after)
+            if last in remaining:
+                counterparts[number] = last
+            else:
+                counterparts.pop(number, None)
+        for number in self._merged_with_next():
+            counterparts.pop(number, None)
+        return counterparts
 
     def _merged_with_next(self) -> set[int]:
         """The tensors whose producer now computes the result of the operation after it instead."""

@@ -43,15 +43,17 @@ class MadeWeights:
         nodes: Sequence[ir.Node],
         state: Collection[str],
     ) -> None:
-        self.known: dict[ir.Value, Recipe] = {
-            value: str(value.name) if value.name in state else CONSTANT
-            for value in graph.initializers.values()
-        }
+        self.known: dict[ir.Value, Recipe] = {}
+        for value in graph.initializers.values():
+            name = str(value.name)
+            self.known[value] = name if name in state else CONSTANT
         self._state = state
         self._foldings = list[_Folding]()
         follow(graph, nodes, self.known)
         for node in nodes:
-            folding = self._folding(node) if is_standard(node, "BatchNormalization") else None
+            if not is_standard(node, "BatchNormalization"):
+                continue
+            folding = self._folding(node)
             if folding is not None:
                 self._foldings.append(folding)
 
@@ -98,10 +100,9 @@ class MadeWeights:
     @staticmethod
     def _folded_recipes(folding: _Folding, layer: ir.Node | None) -> dict[ir.Value, list[Recipe]]:
         """The recipes of a layer's weight and bias; empty if no normalization was folded in."""
-        parts = layer.inputs[1:3] if layer is not None and is_standard(layer, *_LAYERS) else ()
-        if len(parts) < 2:
+        if layer is None or not is_standard(layer, *_LAYERS) or len(layer.inputs) < 3:
             return {}
-        weight, bias = parts
+        weight, bias = layer.inputs[1:3]
         if weight is None or bias is None or weight is folding.weight:
             return {}
         # without a bias of the layer, torch adds one with this name

@@ -86,7 +86,9 @@ def equal_tensors(nodes: Iterable[ir.Node]) -> dict[ir.Value, tuple[ir.Value, ..
     # (first tensor, sizes) → the tensors with its elements and these sizes
     groups: dict[tuple[ir.Value, tuple[str, ...]], list[ir.Value]] = {}
     for node in nodes:
-        source = node.inputs[0] if node.inputs and _keeps_elements(node) else None
+        if not node.inputs or not _keeps_elements(node):
+            continue
+        source = node.inputs[0]
         if source is None:
             continue
         first = first_of.setdefault(source, source)

@@ -33,10 +33,14 @@ _OPERATOR = "following the translation of an operator"
 _FUNCTION = "following the translation of an autograd.Function"
 
 # The start of an export. In groups, because the dynamo exporter takes 30 MB of memory to import.
+if saving.is_late():
+    _core_export = Patch(
+        *saving.LATE_PLACE, saving.saving_after(dynamo_patches.core_export, wanted)
+    )
+else:
+    _core_export = Patch(_CORE, "export", dynamo_patches.core_export)
 DYNAMO_ENTRY = Patches(
-    Patch(*saving.LATE_PLACE, saving.saving_after(dynamo_patches.core_export, wanted))
-    if saving.is_late()
-    else Patch(_CORE, "export", dynamo_patches.core_export),
+    _core_export,
     Patch("torch.export._trace", "_export", dynamo_patches.export_program),
     Patch("torch._ops", "HigherOrderOperator.__call__", dynamo_patches.call_operator),
     Patch(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ _NUMBER = "prim::NumToTensor"
 _NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", _NUMBER}
 _PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # types of attributes: numbers and strings
 _NAME = "onnx_name"
+
+_T = TypeVar("_T")
 
 
 @cache
@@ -333,14 +335,20 @@ def read(graph: Any, user_inputs: int) -> Reading:
         for step in reading.steps
         if step.kind == "prim::TupleConstruct"
     }
-    waiting = [value.unique() for value in graph.outputs()][::-1]
-    while waiting:
-        number = waiting.pop()
-        if number in tuples:
-            waiting.extend(reversed(tuples[number]))
-        else:
-            reading.outputs.append(number)
+    outputs = [value.unique() for value in graph.outputs()]
+    reading.outputs = list(without_lists(outputs, tuples))
     return reading
+
+
+def without_lists(keys: Sequence[_T], elements: Mapping[_T, Sequence[_T]]) -> Iterator[_T]:
+    """Tensors, with the elements of lists or tuples in place of these; ``elements``: those of each list."""
+    waiting = [*reversed(keys)]
+    while waiting:
+        key = waiting.pop()
+        if key in elements:
+            waiting.extend(reversed(elements[key]))
+        else:
+            yield key
 
 
 def _read_block(block: Any, reading: Reading, *, is_outermost: bool) -> None:

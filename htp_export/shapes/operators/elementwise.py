@@ -134,6 +134,11 @@ def _same(node: Operation, known: Known) -> Contents | None:
     return known.contents(node.inputs[0])
 
 
+def _truth(item: Any) -> bool | None:
+    """Whether an element is not 0; None if it is not known."""
+    return item if isinstance(item, bool) else _inverted(equal(item, 0))
+
+
 @content_rule("Cast")
 def _cast_contents(node: Operation, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])
@@ -142,7 +147,7 @@ def _cast_contents(node: Operation, known: Known) -> Contents | None:
         return None
     flat = contents.reshape(-1)
     if target == ir.DataType.BOOL:
-        truths = [item if isinstance(item, bool) else _inverted(equal(item, 0)) for item in flat]
+        truths = [_truth(item) for item in flat]
         if None in truths:
             return None
         return objects(truths, contents.shape)

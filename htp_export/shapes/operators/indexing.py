@@ -34,7 +34,8 @@ def _split(node: Operation, known: Known) -> Sequence[Dims | None]:
     if sizes is None:
         total = shape[axis]
         is_even = isinstance(total, int) and total % count == 0
-        sizes = [divide(total, count)] * count if is_even and len(node.inputs) < 2 else None
+        if is_even and len(node.inputs) < 2:
+            sizes = [divide(total, count)] * count
     if sizes is None:
         sizes = [None] * count
     return [[*shape[:axis], size, *shape[axis + 1 :]] for size in sizes]

@@ -77,7 +77,10 @@ def _window(node: Operation, known: Known) -> Sequence[Dims | None]:
         padding = 0 if auto_pad == "VALID" else pads[axis] + pads[axis + spatial]
         room = dim - window + padding
         is_even = isinstance(room, int) and room % stride == 0
-        result.append(None if rounds_up and not is_even else divide(room, stride) + 1)
+        if rounds_up and not is_even:
+            result.append(None)
+        else:
+            result.append(divide(room, stride) + 1)
     return [result] * len(node.outputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -76,15 +77,10 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
         sizes = [size for size in shape or () if isinstance(size, int)]
         if shape is None or len(sizes) < len(shape):
             continue
-        weight = node.inputs[0]
-        has_other_uses = weight is not None and any(use.node is not node for use in weight.uses())
-        growth = bytes_of(tensor) if has_other_uses else 0
+        growth = 0 if _is_only_consumer(node) else bytes_of(tensor)
         if growth and growth > room_left(model):
             continue
-        perm: Sequence[int] | None = None
-        if node.op_type == "Transpose":
-            perm = node.attributes.get_ints("perm") or list(reversed(range(len(sizes))))
-        view = _view(tensor, sizes, perm)
+        view = _view(node, tensor, sizes)
         recipes: dict[ir.Value, Recipe] = {}
         follow(graph, [node], recipes)
         modified |= _store(graph, node.outputs[0], view, growth, recipes)
@@ -106,9 +102,18 @@ def _large_weight_of(node: ir.Node) -> ir.TensorProtocol | None:
     return tensor
 
 
-def _view(
-    tensor: ir.TensorProtocol, sizes: Sequence[int], perm: Sequence[int] | None
-) -> ir.LazyTensor:
+def _is_only_consumer(node: ir.Node) -> bool:
+    """Whether no other node consumes the first input of a node."""
+    weight = node.inputs[0]
+    return weight is None or all(use.node is node for use in weight.uses())
+
+
+def _view(node: ir.Node, tensor: ir.TensorProtocol, sizes: Sequence[int]) -> ir.LazyTensor:
+    """The result of a transpose or reshape of a weight, computed when it is needed."""
+    perm: Sequence[int] | None = None
+    if node.op_type == "Transpose":
+        perm = node.attributes.get_ints("perm") or list(reversed(range(len(sizes))))
+
     def laid_out() -> ir.TensorProtocol:
         array = tensor.numpy()
         return ir.tensor(array.reshape(sizes) if perm is None else array.transpose(perm))
@@ -280,7 +285,6 @@ def find_constant_nodes(
     bytes of a file can ask for any number of elements, so that a node stays until its size is
     known.
     """
-    # One walk with several reasons to skip a node: each is an early exit with its reason.
     known: Symbolic | None = None
     sources: dict[ir.Value, frozenset[ir.Value]] = {}
     constant_nodes: list[ir.Node] = []
@@ -294,22 +298,28 @@ def find_constant_nodes(
         constants = frozenset[ir.Value]().union(*(sources.get(arg, (arg,)) for arg in inputs))
         most = room + sum(bytes_of(value.const_value) for value in constants)
         sizes = [_size(value, known) for value in node.outputs if value.name]
-        if None in sizes:
-            if not all(is_constant(value) or _is_sequence(value) for value in inputs):
-                continue  # its size may be known in the next round, when the inputs are folded
-            growing = _growing(node, known, most)
-            if growing is not None:
-                why = f"the size of the result of {growing.op_type} is not known"
-                decline("unfolded_constants", [node], why)
-                continue
-        if all(size is None or size <= most for size in sizes):
-            sources.update(dict.fromkeys(node.outputs, constants))
-            constant_nodes.append(node)
-        else:
+        if None in sizes and not _can_fold_unsized(node, known, most):
+            continue
+        if any(size is not None and size > most for size in sizes):
             growth = sum(filter(None, sizes)) - _bytes_only_for({node, *constant_nodes}, constants)
             decline("unfolded_constants", [node], f"the result is large: {growth:,} bytes more")
+            continue
+        sources.update(dict.fromkeys(node.outputs, constants))
+        constant_nodes.append(node)
     groups = (ConstantNodes(nodes) for nodes in connected(constant_nodes, reads=_reads))
     return [group for group in groups if group.results]
+
+
+def _can_fold_unsized(node: ir.Node, known: Symbolic, most: int) -> bool:
+    """Whether a node with a result of unknown size can be folded now: no step of it enlarges."""
+    if not all(is_constant(value) or _is_sequence(value) for value in _reads(node)):
+        return False  # its size may be known in the next round, when the inputs are folded
+    growing = _growing(node, known, most)
+    if growing is None:
+        return True
+    why = f"the size of the result of {growing.op_type} is not known"
+    decline("unfolded_constants", [node], why)
+    return False
 
 
 def _bytes_only_for(nodes: Collection[ir.Node], constants: Iterable[ir.Value]) -> int:
@@ -365,24 +375,31 @@ def computed(
     """
     large = {group: None for group in groups if _has_large_constants(group)}
     small = [group for group in groups if group not in large]
-    runs = [small, *([group] for group in large)]
-    while runs:
-        together = runs.pop(0)
-        if not together:
-            continue
-        nodes = [node for group in together for node in group.nodes]
-        wanted = [value for group in together for value in group.results]
-        try:
-            tensors = _run(model, nodes, wanted)
-        except Exception:  # the errors of ONNX Runtime have no other common base
-            if len(together) > 1:
-                runs[:0] = [[group] for group in together]
-            else:
-                yield together[0], {}, _first_fault(model, nodes)
-            continue
-        for group in together:
+    if small:
+        yield from _computed_together(model, small)
+    for group in large:
+        yield from _computed_together(model, [group])
+
+
+def _computed_together(
+    model: ir.Model, groups: Sequence[ConstantNodes]
+) -> Iterator[tuple[ConstantNodes, Mapping[ir.Value, ir.TensorProtocol], ir.Node | None]]:
+    """Compute groups in one run; if that fails, each in a run of its own."""
+    nodes = [node for group in groups for node in group.nodes]
+    wanted = [value for group in groups for value in group.results]
+    tensors: Mapping[ir.Value, ir.TensorProtocol] | None = None
+    # the errors of ONNX Runtime have no other common base
+    with contextlib.suppress(Exception):
+        tensors = _run(model, nodes, wanted)
+    if tensors is not None:
+        for group in groups:
             results = {value: tensors[value] for value in group.results if value in tensors}
             yield group, results, None
+    elif len(groups) == 1:
+        yield groups[0], {}, _first_fault(model, nodes)
+    else:
+        for group in groups:
+            yield from _computed_together(model, [group])
 
 
 def _has_large_constants(group: ConstantNodes) -> bool:

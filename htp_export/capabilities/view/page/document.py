@@ -133,7 +133,7 @@ def page_data(
         module = inventory.modules[path]
         modules.append(_module(module, None if parent is None else place[parent]))
         typed.extend(module.weights)
-    repeated = [[place[path] for path in run] for run in _repeats(above, inventory, measures)]
+    repeated = _repeats(above, inventory, measures)
     argument = _as_argument(file)
     return {
         "name": inventory.name,
@@ -198,8 +198,8 @@ def _evidence(reasons: Mapping[str, int]) -> list[tuple[str, int, tuple[str, ...
 
 def _repeats(
     above: Mapping[str, str | None], inventory: Inventory, measures: Sequence[Measure]
-) -> list[list[str]]:
-    """Runs of equal siblings, as the tree in the terminal draws them once."""
+) -> list[list[int]]:
+    """Runs of equal siblings, as the tree in the terminal draws them once; positions in ``above``."""
     flops = next((measure.total for measure in measures if measure.key == "flops"), {})
     words = [measure.words for measure in measures if measure.words]
 
