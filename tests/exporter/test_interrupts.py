@@ -109,6 +109,14 @@ class Watched(nn.Module):
         return self.act(self.fc(x))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_frozen(cycles_collected: None) -> Iterator[None]:
+    """Exports move their objects into the oldest generation only in a process that has frozen none."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 def state(model: nn.Module | None = None) -> dict[str, Any]:
     """Everything that an export changes for a while, of torch and of a model."""
     found: dict[str, Any] = {}
