@@ -15,6 +15,7 @@ import htp_export
 from htp_export.capabilities.quantize.ort_quantizers import PartError, quantizers, without_faulty
 from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
+from tests.exporting import quick
 from tests.quantized import assert_predicted, distance, outputs, results, tagged_graph, written
 
 
@@ -390,7 +391,10 @@ class TestFailures:
         assert result == sum(number for number in numbers if number % 3)
         assert len(tried) < 300
 
-    @pytest.mark.parametrize(("precision", "method"), [("u8s8", "static"), ("int4", "weights")])
+    @pytest.mark.parametrize(
+        ("precision", "method"),
+        quick([("u8s8", "static"), ("int4", "weights")], ("int4", "weights")),
+    )
     def test_of_forty_layers_stay_and_the_others_are_quantized(
         self, precision, method, monkeypatch
     ):
