@@ -24,7 +24,7 @@ from htp_export.errors import HtpExportError
 from htp_export.exporter.capture import running
 from htp_export.exporter.capture.model_state import unchanged
 from htp_export.process.restoring import Changes
-from tests.exporting import quick
+from tests.exporting import every, quick
 from tests.nets import spread, x
 
 
@@ -405,7 +405,7 @@ def entry() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return ENTRY[0], (x(2, 4),)
 
 
-@pytest.mark.parametrize("command", ["tree", "cost", "verify FILE", "view", "carry FILE"])
+@pytest.mark.parametrize("command", every(2, ["tree", "cost", "verify FILE", "view", "carry FILE"]))
 def test_commands_leave_the_model_of_a_factory_as_it_was(command, file, folder, capsys):
     ENTRY[:] = [net("a buffer").eval()]
     words = command.replace("FILE", str(file)).split()

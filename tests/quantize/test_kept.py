@@ -15,7 +15,7 @@ import htp_export
 from htp_export.capabilities.quantize.ort_quantizers import PartError, quantizers, without_faulty
 from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
-from tests.exporting import quick
+from tests.exporting import every, quick
 from tests.quantized import assert_predicted, distance, outputs, results, tagged_graph, written
 
 
@@ -205,7 +205,7 @@ _BOTH = itertools.product(
 @pytest.mark.parametrize(
     ("case", "precision"),
     # which have no such weights
-    [each for each in _BOTH if each != ("a convolution and its transpose", "int4")],
+    every(3, [each for each in _BOTH if each != ("a convolution and its transpose", "int4")]),
 )
 def test_a_constant_that_nodes_read_in_several_ways_is_right_in_each(case, precision):
     """Tools have one scale, or one layout, for each constant."""
