@@ -252,8 +252,8 @@ def _recurrent() -> Iterator[Row]:
 _GROUPS = (
     _gemms, _convolutions, _pools, _elements, _norms, _layouts, _resizes, _products, _recurrent,
 )  # fmt: skip
-# one of four of each kind always; the quantizers take a second of a row
 ROWS = [row for group in _GROUPS for row in group()]
+# every precision takes a second of a row: one of four rows of each kind always
 CASES = [case for group in _GROUPS for case in every(4, group())]
 
 _PRECISIONS = (
