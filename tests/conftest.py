@@ -1,5 +1,4 @@
 import gc
-import itertools
 import os
 import signal
 import threading
@@ -27,8 +26,6 @@ if (
 # As the command line has it: walking over all that torch and transformers leave in memory is a tenth of the time.
 gc.set_threshold(70_000, *gc.get_threshold()[1:])
 MOST_PROCESSES = 8  # each takes one to two GB
-# what the exports of a file leave in cycles is 20 MB on average; to find it takes a second
-FILES_PER_COLLECTION = 20
 
 # doctests would be looked for in them, and two of one name are refused
 collect_ignore_glob = ["*/conftest.py"]
@@ -86,26 +83,18 @@ def shared_files(tmp_path_factory: pytest.TempPathFactory) -> "SharedFiles":
     return SharedFiles((folder.parent if own else folder) / "shared")
 
 
-@pytest.fixture(scope="session")
-def files_run() -> Iterator[int]:
-    """The numbers of the test files of this process."""
-    return itertools.count(1)
-
-
 @pytest.fixture(scope="module", autouse=True)
-def cycles_collected(files_run: Iterator[int]) -> Iterator[None]:
-    """An export takes what it makes for long-lived, so that Python would look for cycles in it after gigabytes only."""
+def cycles_collected() -> Iterator[None]:
+    """Collect the cycles of each file without a look at older objects, which takes seconds in a long run."""
+    gc.freeze()
     yield
-    if next(files_run) % FILES_PER_COLLECTION == 0:
-        gc.collect()
+    gc.collect()
 
 
 @pytest.fixture
-def collecting_own() -> Iterator[None]:
-    """`gc.collect` looks only at what the test itself makes: over all that a long run imports, it takes seconds."""
+def collecting_own() -> None:
+    """`gc.collect` visits only the objects of the test itself, and none of its imports."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 import htp_export
 from tests.nets import EXPORTERS, NETS, spread
@@ -28,6 +29,22 @@ def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow)
         for case in cases
     ]
+
+
+def every(step: int, cases: Iterable[Any]) -> list[Any]:
+    """Cases for ``parametrize``: one of ``step`` runs always, the others where ``slow`` tests do."""
+    chosen = []
+    for position, case in enumerate(cases):
+        if position % step == 0:
+            chosen.append(case)
+            continue
+        parts = case
+        if not isinstance(case, ParameterSet):
+            parts = pytest.param(*(case if isinstance(case, tuple) else (case,)))
+        chosen.append(
+            pytest.param(*parts.values, id=parts.id, marks=[*parts.marks, pytest.mark.slow])
+        )
+    return chosen
 
 
 # torch._higher_order_ops.while_loop; torch.onnx.export alone fails alike

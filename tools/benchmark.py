@@ -5,7 +5,6 @@
     python tools/benchmark.py export --models bert --exporter torchscript --pairs 9
     python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
     python tools/benchmark.py run              # verify, extract and profile, against PyTorch and ONNX Runtime alone
-    python tools/benchmark.py carry --nodes 20000   # tags onto a synthetic graph that an optimiser changed
     python tools/benchmark.py bind --models bert   # new weights in a file, against an export of them
     python tools/benchmark.py fused --pairs 21 # files after `optimize --level fused`, against those before
     python tools/benchmark.py functions        # files with modules as functions, against flat ones
@@ -381,67 +380,6 @@ def run_verify(name: str, pairs: int) -> None:
         print(f"{'':21}" + describe(what, values), flush=True)
 
 
-def layered(size: int, per: int = 20) -> onnx.ModelProto:
-    """A tagged model of many layers, with work in it that optimisers take out."""
-    steps = ["MatMul", "Relu", "Identity", "Transpose", "Transpose", "Add"]
-    nodes, weights, last = [], [], "x"
-    modules = {"": {"class": "Net", "calls": 1, "fate": "computed"}}
-    for layer in range(size // per):
-        path, skip = f"layers.{layer}", last
-        modules[path] = {"class": "Layer", "calls": 1, "fate": "computed"}
-        weights.append(
-            onnx.helper.make_tensor(
-                f"{path}.w", onnx.TensorProto.FLOAT, [8, 8], [float(layer)] * 64
-            )
-        )
-        for step in range(per):
-            op = steps[step % len(steps)] if step < per - 1 else "Add"
-            reads = {"MatMul": [last, f"{path}.w"], "Add": [last, skip]}.get(op, [last])
-            last = f"v{layer}_{step}"
-            node = onnx.helper.make_node(op, reads, [last], f"n{layer}_{step}")
-            if op == "Transpose":
-                node.attribute.append(onnx.helper.make_attribute("perm", [0, 2, 1]))
-            onnx.helper.set_metadata_props(node, {"htp.module": path, "htp.reason": "scope"})
-            nodes.append(node)
-    shape = ["batch", 16, 8]
-    ends = [
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
-        for name in ("x", last)
-    ]
-    graph = onnx.helper.make_graph(nodes, "Net", ends[:1], ends[1:], weights)
-    model = onnx.helper.make_model(
-        graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10
-    )
-    onnx.helper.set_model_props(model, {"htp.version": "1", "htp.modules": json.dumps(modules)})
-    return model
-
-
-def run_carry(size: int) -> None:
-    """Seconds of carry on files, after a tool that drops tags and after one that removes and merges nodes too."""
-    with tempfile.TemporaryDirectory() as folder:
-        before, after = Path(folder) / "before.onnx", Path(folder) / "after.onnx"
-        model = layered(size)
-        onnx.save(model, before)
-        for node in model.graph.node:
-            del node.metadata_props[:]
-        kept = [node for node in model.graph.node if node.op_type != "Identity"]
-        source = {
-            node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Identity"
-        }
-        for what in ("tags dropped", "nodes removed"):
-            onnx.save(model, after)
-            start, busy = time.perf_counter(), time.process_time()
-            result = htp_export.carry(before, after)
-            spent, busy = time.perf_counter() - start, time.process_time() - busy
-            print(
-                f"{size} nodes → {result.nodes}, {what}: {spent:.2f} s ({busy:.2f} s of the processor)"
-            )
-            for node in kept:
-                node.input[:] = [source.get(name, name) for name in node.input]
-            del model.graph.node[:]
-            model.graph.node.extend(kept)
-
-
 def run_bind(name: str, exporter: str, pairs: int) -> None:
     """``bind`` of the weights of another checkpoint, against an export of the model that has them.
 
@@ -500,7 +438,6 @@ def main() -> None:
             "export",
             "repair",
             "run",
-            "carry",
             "bind",
             "memory",
             "functions",
@@ -554,8 +491,6 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if given.what == "repair":
         run_repair(given.nodes)
-    elif given.what == "carry":
-        run_carry(given.nodes)
     elif given.what == "bind":
         exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
         for name in given.models:

@@ -5,7 +5,7 @@
     python tools/compare_tools.py --size narrow BERT-base    # the same nodes, small weights
     python tools/compare_tools.py --size small --defaults    # fixed sizes, exported as torch does without arguments
     python tools/compare_tools.py --no-check --tools tolerant onnxslim        # time and memory
-    python tools/compare_tools.py --latency --tools tolerant onnxslim --plot latency.svg
+    python tools/compare_tools.py --latency --tools tolerant onnxslim
 
 One file is exported for each model and exporter. Each tool reads it and writes its own, in a process of its own; time
 is that of the call from file to file, once everything is imported, on the clock and on the processor; memory is by how
@@ -41,7 +41,6 @@ from tools.compare_models import MODELS, SIZES, build, export
 from tools.latency import difference, paired, session, timed
 from tools.latency import shown as shown_ratio
 from tools.peak_memory import own_peak
-from tools.scatter import Dot, correlation, scatter
 
 LEVELS = ("exact", "tolerant", "fused")
 
@@ -242,23 +241,6 @@ def latency(
     return row
 
 
-def plot(rows: list[dict[str, Any]], tools: list[str], size: str, pairs: int) -> str:
-    """Nodes against latency of every file that a tool wrote, as an SVG."""
-    panels: dict[str, list[Dot]] = {}
-    bands: dict[str, tuple[float, float]] = {}
-    for how in ("off", "on"):
-        title = f"ONNX Runtime's own optimisations {how}"
-        panels[title] = [
-            Dot(f"{row['model']}, {row['exporter']}, {tool}", tool, row[tool]["nodes"] / row["nodes"],
-                row[tool][how]["median"], tuple(row[tool][how]["spread"]))
-            for row in rows for tool in tools if how in row.get(tool, {})
-        ]  # fmt: skip
-        spreads = [row["control"][how]["spread"] for row in rows]
-        bands[title] = min(low for low, _ in spreads), max(high for _, high in spreads)
-    note = f"Latency of a file, of the exported one's ({size} models, {pairs} pairs each). Grey: the same file twice."
-    return scatter(panels, bands, note)
-
-
 def shown_latency(row: dict[str, Any], tools: list[str]) -> str:
     """Lines for a terminal; what lies within the control's spread is said to be no difference."""
     lines = [f"{row['model']}, {row['exporter']}: {row['nodes']} nodes"]
@@ -336,9 +318,6 @@ def main() -> int:
     parser.add_argument("--latency", action="store_true")
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument(
-        "--plot", type=Path, help="with --latency: draw nodes against latency there, as SVG"
-    )
-    parser.add_argument(
         "--json", type=Path, help="write everything there, one line for each model and exporter"
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -379,22 +358,7 @@ def main() -> int:
             if args.json:
                 with args.json.open("a", encoding="utf-8") as stream:
                     stream.write(json.dumps(row) + "\n")
-    if args.latency:
-        for how in ("off", "on"):
-            found = [
-                (row[t]["nodes"] / row["nodes"], row[t][how]["median"])
-                for row in rows
-                for t in tools
-                if how in row[t]
-            ]
-            if len(found) > 1:
-                r = correlation(*zip(*found, strict=True))
-                print(
-                    f"optimisations {how}: r = {r:.2f} between nodes and latency over {len(found)} files"
-                )
-        if args.plot:
-            args.plot.write_text(plot(rows, tools, args.size, args.pairs), encoding="utf-8")
-    else:
+    if not args.latency:
         print(median_times(rows, tools))
     return 0
 

@@ -13,6 +13,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.files import filesystem, write_file
 from tests.all_commands import example
+from tests.exporting import every
 from tests.files.test_data_files import listing
 
 pytestmark = pytest.mark.skipif(
@@ -75,7 +76,7 @@ PLACES: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place[1])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", every(2, [1, 2]))
 def test_a_signal_in_the_last_steps_leaves_a_whole_model_and_no_work_folder(
     times: int,
     place: tuple[Any, str],

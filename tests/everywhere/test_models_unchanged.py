@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import itertools
 import random
 import threading
 import time
@@ -23,6 +24,7 @@ from htp_export.errors import HtpExportError
 from htp_export.exporter.capture import running
 from htp_export.exporter.capture.model_state import unchanged
 from htp_export.process.restoring import Changes
+from tests.exporting import every, quick
 from tests.nets import spread, x
 
 
@@ -367,18 +369,19 @@ CALLS: dict[str, Callable[[nn.Module, Any, Path], Any]] = {
 }
 CRASHING = ("a parameter through .data", "a part of a parameter", "parameters by one operator")
 """On these, `torch.export` itself ends the process (torch 2.13)."""
+EXPORTABLE = [name for name in CHANGES if name not in CRASHING]
 QUICK = ("a buffer", "a replaced buffer", "a list in a list", "a namespace")
 
 
-def some(quick: tuple[str, ...]) -> list[Any]:
-    """The changes that can be exported; those that are not quick are slow."""
-    names = [name for name in CHANGES if name not in CRASHING]
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", some(QUICK))
+@pytest.mark.parametrize(
+    ("name", "call"),
+    quick(
+        itertools.product(EXPORTABLE, CALLS),
+        *((QUICK[0], call) for call in CALLS),
+        *((name, "inspect") for name in QUICK),
+    ),
+)
 def test_whatever_exports_a_model_leaves_it_as_it_was(name, call, file):
     model, args = net(name, Attending if call == "attention_report" else Net), (x(2, 4),)
     result = assert_unchanged(model, args, lambda: CALLS[call](model, args, file))
@@ -387,7 +390,7 @@ def test_whatever_exports_a_model_leaves_it_as_it_was(name, call, file):
 
 
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
-@pytest.mark.parametrize("name", some(("a parameter",)))
+@pytest.mark.parametrize("name", quick(EXPORTABLE, "a parameter"))
 def test_inspect_leaves_a_model_that_fails_as_it_was(name):
     model, args = net(name), (x(2, 4),)
     model.state.fails = True
@@ -402,7 +405,7 @@ def entry() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return ENTRY[0], (x(2, 4),)
 
 
-@pytest.mark.parametrize("command", ["tree", "cost", "verify FILE", "view", "carry FILE"])
+@pytest.mark.parametrize("command", every(2, ["tree", "cost", "verify FILE", "view", "carry FILE"]))
 def test_commands_leave_the_model_of_a_factory_as_it_was(command, file, folder, capsys):
     ENTRY[:] = [net("a buffer").eval()]
     words = command.replace("FILE", str(file)).split()

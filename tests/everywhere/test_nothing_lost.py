@@ -25,6 +25,7 @@ from htp_export.command.main import main
 from htp_export.errors import FileError
 from htp_export.files import folders, write_file
 from tests.everywhere.test_outputs import MODELS, OTHERS
+from tests.exporting import every
 from tests.nets import spread
 from tests.obstacles import NO_FILE, OBSTACLES, drained, state, unmount, within
 
@@ -344,7 +345,7 @@ forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:Dep
 @forks
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("place", ["out.onnx", "out.onnx.data"])
-@pytest.mark.parametrize("method", ["keep", "do"])
+@pytest.mark.parametrize("method", every(2, ["keep", "do"]))
 def test_what_is_put_in_the_way_after_a_kill_stays(
     method, place, obstacle, given, tmp_path, elsewhere
 ):

@@ -29,9 +29,10 @@ from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import rename
 from htp_export.runtime.faulty_optimizers import safe_entries
 from htp_export.weights.rebuilding import rebuilt
-from tests.exporting import BOTH
+from tests.exporting import quick
 from tests.extract.test_cutting import run_file, wrong_parts
 from tests.handmade import stripped
+from tests.nets import EXPORTERS
 from tests.random_nets import RandomNet
 from tests.truth import (
     Array,
@@ -48,7 +49,7 @@ from tests.truth import (
 _RANGES = os.environ.get("HTP_RANDOM_NETS", "2:40 1000:1006 2000:2006 3000:3006 3013:3014").split()
 _SWEPT = itertools.chain.from_iterable(range(*map(int, each.split(":"))) for each in _RANGES)
 # small ones always
-SEEDS = [0, 2015, *(pytest.param(seed, marks=pytest.mark.slow) for seed in _SWEPT)]
+SEEDS = [0, 2015, *_SWEPT]
 
 
 @dataclass
@@ -435,8 +436,10 @@ def reports_are_made(case: Case) -> Iterator[Any]:
         yield "profile"
 
 
-@BOTH
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("seed", "exporter"),
+    quick(itertools.product(SEEDS, EXPORTERS), (SEEDS[0], "torchscript"), (SEEDS[1], "dynamo")),
+)
 @pytest.mark.parametrize("name", HOLDS)
 def test_it_holds_of_every_network(name, seed, exporter, shared_files, tmp_path):
     net = RandomNet(seed)

@@ -295,6 +295,7 @@ def test_a_new_folder_is_gone_after_a_failed_export(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+@pytest.mark.slow
 def test_in_the_folder_of_a_model_its_own_files_stay_and_elsewhere_those_of_others(
     tmp_path, capsys
 ):

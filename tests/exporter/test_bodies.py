@@ -328,9 +328,7 @@ def told(file: onnx.ModelProto) -> tuple[Any, ...]:
     return nodes, metadata(file), file.graph.name
 
 
-FEW = (
-    "mask_made_in_every_layer", "dead_branch_and_unused_module", "no_grad_inside", "cond", "graph_module_as_the_model",
-)  # fmt: skip
+FEW = ("mask_made_in_every_layer", "cond", "graph_module_as_the_model")
 OTHERS = sorted(name for name, net in NETS.items() if "dynamo" not in net.skip and name not in FEW)
 
 

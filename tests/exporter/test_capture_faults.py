@@ -35,7 +35,7 @@ from htp_export.exporter.capture.patching import Patch
 from htp_export.exporter.capture.root_module_call import FormattedCall
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from htp_export.files.protobuf_bytes import SerializedModel
-from tests.exporting import BOTH, exported_net, quick
+from tests.exporting import BOTH, every, exported_net, quick
 from tests.nets import EXPORTERS, NETS, Holding, x
 
 
@@ -176,7 +176,7 @@ def test_a_fault_says_what_was_being_done_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("exporter", "owner", "name", "seam"), CASES)
+@pytest.mark.parametrize(("exporter", "owner", "name", "seam"), every(2, CASES))
 def test_a_fault_leaves_torchs_own_file_if_that_is_allowed(
     exporter, owner, name, seam, plain, tmp_path, monkeypatch
 ):

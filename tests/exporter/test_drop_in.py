@@ -21,7 +21,7 @@ from htp_export.errors import FileError
 from htp_export.exporter.capture import saving
 from tests.exporter.test_exactness import small
 from tests.exporter.test_interrupts import changed_since, state
-from tests.exporting import BOTH, exported_net, metadata, quick
+from tests.exporting import BOTH, every, exported_net, metadata, quick
 from tests.nets import EXPORTERS, NETS, Holding, x
 from tests.same_graph import assert_same_graph
 from tests.truth import nodes_of, owners_of, tree_of, untagged, work_of
@@ -63,7 +63,7 @@ TEN = (
 DYNAMIC = {"x": {0: torch.export.Dim.DYNAMIC}}
 CASES = [Case(net, exporter) for net in TEN for exporter in EXPORTERS]
 # With dynamo, which takes ten times as long, some of them.
-QUICK = ("conv_bn_relu", "mask_made_in_every_layer", "in_place", "cond")
+QUICK = ("mask_made_in_every_layer", "in_place")
 QUICK_OPTIONS = ("names", "not_optimised", "weights_as_inputs", "opset_14")
 CASES += [
     *(
@@ -430,7 +430,15 @@ class GivesItsInput(Holding, fc=nn.Linear(4, 4)):
     ids=["input", "input_passed_on", "weight", "input_and_weight", "none"],
 )
 @pytest.mark.parametrize(
-    "options", [{}, {"external_data": False}, {"names": "path"}], ids=["data", "one_file", "paths"]
+    "options",
+    every(
+        3,
+        [
+            pytest.param({}, id="data"),
+            pytest.param({"external_data": False}, id="one_file"),
+            pytest.param({"names": "path"}, id="paths"),
+        ],
+    ),
 )
 def test_a_model_of_torch_that_is_not_valid_is_said_to_be_torchs(names, said, options, tmp_path):
     model, file = GivesItsInput().eval(), tmp_path / "model.onnx"

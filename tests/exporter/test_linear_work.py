@@ -112,10 +112,7 @@ _NETS = (pairs, dropouts, norms, one_many_times, fused_with_the_root, with_dead_
     ("make", "exporter"),
     quick(
         [(scripted, "torchscript"), *itertools.product(_NETS, ("torchscript", "dynamo"))],
-        *(
-            (make, "torchscript")
-            for make in (scripted, dropouts, one_many_times, fused_with_the_root)
-        ),
+        *((make, "torchscript") for make in (dropouts, fused_with_the_root)),
     ),
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -16,7 +16,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.fingerprint.families import FAMILIES
 from htp_export.command.main import main
-from tests.exporting import exported, of_type, open_sizes, quick
+from tests.exporting import every, exported, of_type, open_sizes
 from tests.nets import Holding, spread
 from tests.written import weight, written
 
@@ -149,7 +149,7 @@ def bare(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-@pytest.mark.parametrize("name", quick(FAMILY, *(FAMILY.keys() - {"clip"})))
+@pytest.mark.parametrize("name", every(2, FAMILY))
 def test_the_family_with_tags_and_without(name, files):
     found = [htp_export.fingerprint(model).family for model in (files(name), bare(files(name)))]
     assert found == [FAMILY[name]] * 2

@@ -1,6 +1,7 @@
 """``export_modules_as_functions`` of `export`: both exporters write modules as functions, and everything reads them."""
 
 import io
+import itertools
 import json
 import logging
 
@@ -16,7 +17,7 @@ from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
-from tests.exporting import exported, tiny_bert
+from tests.exporting import every, exported, tiny_bert
 from tests.functions.test_functions import function, op_types, same_file
 from tests.handmade import stripped
 from tests.nets import EXPORTERS, NETS, Holding, composed, spread
@@ -104,13 +105,9 @@ class Exported:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param((make, exporter), id=f"{make.__name__}-{exporter}", marks=() if quick else pytest.mark.slow)
-        for make, exporter, quick in (
-            (llama, "dynamo", True), (llama, "torchscript", False), (bert, "dynamo", False), (bert, "torchscript", True)
-        )
-    ],
-)  # fmt: skip
+    params=every(4, map(pytest.param, itertools.product((llama, bert), EXPORTERS))),
+    ids=lambda pair: f"{pair[0].__name__}-{pair[1]}",
+)
 def decoder(request, tmp_path_factory):
     make, exporter = request.param
     return Exported(make, exporter, tmp_path_factory.mktemp(f"{make.__name__}-{exporter}"))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import htp_export
+from tests.exporting import every
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("setuptools", minversion="70.1", reason="pip builds the package with it")
@@ -107,10 +108,15 @@ def test_its_errors_are_those_of_the_program(site, file):
 
 @pytest.mark.parametrize(
     ("source", "problem"),
-    [
-        ("raise RuntimeError('broken')", "cannot be imported: RuntimeError: broken"),
-        ("EXAMPLE = ''", "has no wrong_command"),
-    ],
+    every(
+        2,
+        [
+            pytest.param(
+                "raise RuntimeError('broken')", "cannot be imported: RuntimeError: broken"
+            ),
+            pytest.param("EXAMPLE = ''", "has no wrong_command"),
+        ],
+    ),
 )
 def test_a_package_that_is_broken_is_named_and_harms_no_other_command(
     tmp_path, file, source, problem

@@ -15,6 +15,7 @@ import htp_export
 from htp_export.capabilities.quantize.ort_quantizers import PartError, quantizers, without_faulty
 from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
+from tests.exporting import every, quick
 from tests.quantized import assert_predicted, distance, outputs, results, tagged_graph, written
 
 
@@ -204,7 +205,7 @@ _BOTH = itertools.product(
 @pytest.mark.parametrize(
     ("case", "precision"),
     # which have no such weights
-    [each for each in _BOTH if each != ("a convolution and its transpose", "int4")],
+    every(3, [each for each in _BOTH if each != ("a convolution and its transpose", "int4")]),
 )
 def test_a_constant_that_nodes_read_in_several_ways_is_right_in_each(case, precision):
     """Tools have one scale, or one layout, for each constant."""
@@ -390,7 +391,10 @@ class TestFailures:
         assert result == sum(number for number in numbers if number % 3)
         assert len(tried) < 300
 
-    @pytest.mark.parametrize(("precision", "method"), [("u8s8", "static"), ("int4", "weights")])
+    @pytest.mark.parametrize(
+        ("precision", "method"),
+        quick([("u8s8", "static"), ("int4", "weights")], ("int4", "weights")),
+    )
     def test_of_forty_layers_stay_and_the_others_are_quantized(
         self, precision, method, monkeypatch
     ):

@@ -14,6 +14,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import InputError, RuleError
+from tests.exporting import every
 from tests.nets import composed
 from tests.quantized import assert_predicted, distance, outputs, results, tagged_graph
 
@@ -59,10 +60,10 @@ _LIMITS = {
 
 @pytest.mark.parametrize(
     "precision",
-    [
+    every(2, [
         "int4", "int4:symmetric=true", "int4:algorithm=hqq", "int4:algorithm=rtn:block_size=16",
         "int4:algorithm=k-quant:block_size=16", "int4:accuracy_level=0", "int4:activation=float16", *_LIMITS,
-    ],
+    ]),
 )  # fmt: skip
 def test_weights_in_float16_get_blocks(precision, half, tmp_path):
     made, feed = tmp_path / "made.onnx", feed_of(half)

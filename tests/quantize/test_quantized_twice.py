@@ -1,6 +1,7 @@
 """Files that are quantized already: a second precision is right, or modules keep the first one, with a reason."""
 
 import contextlib
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from torch import nn
 import htp_export
 from htp_export.errors import RuleError
 from htp_export.lora import insert
+from tests.exporting import quick
 from tests.nets import EXPORTERS, composed
-from tests.quantized import IDS, distance, outputs, results, slow, tagged_graph, written
+from tests.quantized import IDS, distance, outputs, results, tagged_graph, written
 
 X = np.random.default_rng(0).standard_normal((2, 4, 32)).astype(np.float32)
 
@@ -21,7 +23,7 @@ PRECISIONS = (
     "int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int8-weights:format=qdq", "int4",
     "int4:format=qdq", "fp8", "fp16", "bf16",
 )  # fmt: skip
-_QUICK = {"int8", "int16", "int8-dynamic", "int4"}
+_QUICK = {"int8": "dynamo", "int8-dynamic": "torchscript", "int4": "dynamo"}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +42,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {each: written(net, given, folder / f"{each}.onnx", each, ["x"]) for each in EXPORTERS}
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("first", [each if each in _QUICK else slow(each) for each in PRECISIONS])
+@pytest.mark.parametrize(
+    ("first", "exporter"), quick(itertools.product(PRECISIONS, EXPORTERS), *_QUICK.items())
+)
 def test_a_second_precision_is_right_or_refused_with_a_reason(first, exporter, files, tmp_path):
     source, once, twice = files[exporter], tmp_path / "once.onnx", tmp_path / "twice.onnx"
     [given] = htp_export.load(source).model.graph.inputs

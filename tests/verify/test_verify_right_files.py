@@ -12,6 +12,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.verify.pytorch_run import parameter_readers, stable_sorting
 from tests import faults
+from tests.exporting import quick
 from tests.nets import EXPORTERS, Holding, composed, spread, x
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
@@ -428,13 +429,17 @@ TRAINING: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
 @pytest.mark.parametrize(
     ("name", "exporter"),
-    [
+    quick(
+        [
+            ("dropout", "dynamo"),
+            ("dropout", "torchscript"),
+            ("batch normalization", "torchscript"),  # dynamo writes what it computes in eval mode
+            ("dropout in a layer", "dynamo"),
+            ("random numbers", "dynamo"),
+        ],
         ("dropout", "dynamo"),
-        ("dropout", "torchscript"),
-        ("batch normalization", "torchscript"),  # dynamo writes what it computes in eval mode
-        ("dropout in a layer", "dynamo"),
-        ("random numbers", "dynamo"),
-    ],
+        ("batch normalization", "torchscript"),
+    ),
 )
 def test_a_file_in_training_mode_is_said_to_be_one(name, exporter, tmp_path):
     net, path, operator = TRAINING[name]

@@ -1,6 +1,7 @@
 """Recipes of initializers: made of the parameters once more, each is what the file has, also of other parameters."""
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from htp_export.format.recipes import is_exact
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.tagged import load
 from htp_export.weights.rebuilding import Rebuilt, rebuilt
-from tests.exporting import exported_once
+from tests.exporting import every, exported_once
 from tests.nets import composed, spread, x
 
 
@@ -178,8 +179,10 @@ def check(of: Exported, descendant: str) -> Rebuilt:
     return same
 
 
-@pytest.mark.parametrize("dynamo", [True, False])
-@pytest.mark.parametrize("name", ["layers", "residual", "recurrent"])
+@pytest.mark.parametrize(
+    ("name", "dynamo"),
+    every(2, itertools.product(["layers", "residual", "recurrent"], [True, False])),
+)
 def test_the_weights_of_an_export_are_made_of_other_parameters(name, dynamo, tmp_path):
     made = check(exported(name, tmp_path, dynamo=dynamo), "export")
     assert made.tensors

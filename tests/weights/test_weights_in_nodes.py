@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import htp_export
+from tests.exporting import every
 from tests.lora.test_lora import adapter, factors
-from tests.nets import Holding, spread
+from tests.nets import EXPORTERS, Holding, spread
 
 OWNED = ("htp.module", "htp.owners", "htp.reason", "htp.call", "namespace")
 
@@ -67,7 +68,7 @@ def with_constants(file: Path, output: Path) -> None:
     onnx.save(model, output)
 
 
-@pytest.fixture(scope="module", params=["dynamo", "torchscript"])
+@pytest.fixture(scope="module", params=every(2, EXPORTERS))
 def files(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
