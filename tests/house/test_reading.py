@@ -29,7 +29,6 @@ NESTED: set[str] = {
     "alignment/carried_owners.py",
     "alignment/numbering.py",
     "alignment/origin_map.py",
-    "capabilities/bind/fitting.py",
     "capabilities/diff/drawing.py",
     "capabilities/forensics/investigation.py",
     "capabilities/functions/placing.py",

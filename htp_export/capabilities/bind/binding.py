@@ -11,18 +11,18 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.bind.fitting import Fitted, Needed, fit
-from htp_export.capabilities.bind.state_entries import Weights, read_entries
 from htp_export.editing.flattening import read_for_change
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target, files_of
-from htp_export.format.recipes import Recipe, is_exact, parameters_in, steps_in
+from htp_export.format.recipes import Recipe, parameters_in, steps_in
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
 from htp_export.reporting.columns import many
 from htp_export.runtime.arrays import Array
-from htp_export.weights.rebuilding import remade
+from htp_export.weights.fitting import Fitted, Needed, fit
+from htp_export.weights.rebuilding import rebuilt
+from htp_export.weights.state_entries import Weights, read_entries
 
 MapFormat: TypeAlias = Literal["recipes", "tensorrt", "safetensors"]
 """The forms of `Bound.map`."""
@@ -172,7 +172,7 @@ def bind(
         from htp_export.capabilities.bind.adapters import with_adapters
 
         fitted = with_adapters(fitted, needed, adapters)
-    tensors, unbound = _made(needed, fitted)
+    tensors, unbound = _made(tagged, needed, fitted)
     if strict:
         _refuse(fitted, unbound)
     for value, tensor in tensors.items():
@@ -196,48 +196,16 @@ def _files_read(weights: Weights, adapters: Mapping[str, float] | None) -> list[
 
 
 def _made(
-    needed: Needed, fitted: Fitted
-) -> tuple[dict[ir.Value, ir.TensorProtocol], dict[str, str]]:
+    tagged: TaggedModel, needed: Needed, fitted: Fitted
+) -> tuple[Mapping[ir.Value, ir.TensorProtocol], dict[str, str]]:
     """Return the new tensors, and for each entry that cannot be bound the reason."""
-    tensors: dict[ir.Value, ir.TensorProtocol] = {}
+    made = rebuilt(tagged, fitted.tensors, fitted.unfit)
     unbound: dict[str, str] = {}
-    for value, recipe in needed.recipes.items():
-        names = list(dict.fromkeys(parameters_in(recipe)))
-        why = _why_not(value, recipe, names, fitted)
-        if why:
-            # A recipe without entries keeps the name of the tensor.
-            unbound.update(dict.fromkeys(names or [f"initializer {value.name!r}"], why))
-        else:
-            assert value.const_value is not None
-            tensors[value] = remade(value.const_value, recipe, fitted.tensors)
-    return tensors, unbound
-
-
-def _why_not(value: ir.Value, recipe: Recipe, names: list[str], fitted: Fitted) -> str:
-    """Return the reason why a stored tensor cannot be computed; empty if it can."""
-    if not is_exact(recipe):
-        assert isinstance(recipe, list)
-        return f"initializer {value.name!r} was computed in a way that cannot be repeated: {recipe[-1]}"
-    for name in names:
-        if name in fitted.unfit:
-            return f"{name!r} {fitted.unfit[name]}"
-        if name not in fitted.tensors:
-            return f"the weights have no {name!r}"
-    return _differing(value, recipe, fitted.tensors)
-
-
-def _differing(value: ir.Value, recipe: Recipe, tensors: Mapping[str, ir.TensorProtocol]) -> str:
-    """Return the reason if entries that share one stored tensor differ in the new weights; otherwise empty."""
-    assert value.const_value is not None
-    for made in steps_in(recipe):
-        if made[0] != "equal":
-            continue
-        try:
-            remade(value.const_value, made, tensors).numpy()
-        except InputError:
-            listed = " and ".join(map(repr, dict.fromkeys(parameters_in(made))))
-            return f"{listed} were equal at the export and share one tensor of the file; they differ now"
-    return ""
+    for value, why in made.unknown.items():
+        names = list(parameters_in(needed.recipes[value]))
+        # A recipe without entries keeps the name of the tensor.
+        unbound.update(dict.fromkeys(names or [f"initializer {value.name!r}"], why))
+    return made.tensors, unbound
 
 
 def _refuse(fitted: Fitted, unbound: Mapping[str, str]) -> None:
