@@ -346,3 +346,15 @@ def test_a_recipe_that_is_none_names_its_initializer(text, tmp_path):
     value.const_value.metadata_props["htp.recipe"] = text
     with pytest.raises(InputError, match=f"initializer '2.weight'.*({BAD[text]})"):
         rebuilt(tagged, of.model.state_dict()).tensors[value].numpy()
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_numbers_in_operators_of_torch_are_constants_and_no_parameters(dynamo, tmp_path):
+    """torchlib translates ``hardtanh`` to a function, whose limits become initializers when it is inlined."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU6(), nn.Linear(4, 4), nn.Hardtanh(-1.0, 2.0)).eval()
+    htp_export.export(net, (x(2, 4),), tmp_path / "net.onnx", dynamo=dynamo, verbose=False)
+    made = rebuilt(load(tmp_path / "net.onnx"), spread(net).state_dict())
+    assert not made.unknown
+    assert len(made.tensors) == 4
+    bound = htp_export.bind(tmp_path / "net.onnx", net)
+    assert bound.missing == ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -15,11 +15,19 @@ from htp_export.exporter.capture.torchscript_internals import (
     numbers_of_inputs,
     numbers_of_outputs,
 )
-from htp_export.format.recipes import CONSTANT, Recipe
-from htp_export.model.recipes import batchnorm_folded, folded, follow, merged, recorded
+from htp_export.format.recipes import CONSTANT, Recipe, step
+from htp_export.model.recipes import (
+    batchnorm_folded,
+    folded,
+    follow,
+    known_beginning,
+    merged,
+    recorded,
+)
 from htp_export.shapes.operator_kinds import is_standard
 
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
+_OPTIMIZER = "torch's optimizer"
 
 
 class _Folding(NamedTuple):
@@ -35,6 +43,7 @@ class MadeWeights:
     """Recipes of the constant tensors in a graph as torch translated it.
 
     ``nodes`` have producers before consumers; initializers that are not in ``state`` are constants.
+    ``functions`` are those that torch inlines later: their constants become initializers of the graph.
     """
 
     def __init__(
@@ -42,6 +51,7 @@ class MadeWeights:
         graph: ir.Graph,
         nodes: Sequence[ir.Node],
         state: Collection[str],
+        functions: Iterable[ir.Function] = (),
     ) -> None:
         self.known: dict[ir.Value, Recipe] = {
             value: str(value.name) if value.name in state else CONSTANT
@@ -50,6 +60,11 @@ class MadeWeights:
         self._state = state
         self._foldings = list[_Folding]()
         follow(graph, nodes, self.known)
+        self._names_in_functions: set[str] = set()
+        for function in functions:
+            inside: dict[ir.Value, Recipe] = {}
+            follow(function.graph, function, inside)
+            self._names_in_functions.update(str(value.name) for value in inside)
         for node in nodes:
             folding = self._folding(node) if is_standard(node, "BatchNormalization") else None
             if folding is not None:
@@ -112,11 +127,20 @@ class MadeWeights:
 
     def _write(self, value: ir.Value, recipes: list[Recipe] | None) -> None:
         assert value.const_value is not None
-        if recipes is None and value.name in self._state:
-            recipes = [["computed", str(value.name), "torch's optimizer"]]
-        recipe = None if recipes is None else merged(recipes)
-        if recipe is not None and recipe != value.name:
+        if recipes is None:
+            recipes = [self._recipe_of_new(str(value.name))]
+        recipe = merged(recipes)
+        if recipe != value.name:
             value.const_value = recorded(value.const_value, recipe)
+
+    def _recipe_of_new(self, name: str) -> Recipe:
+        """The recipe of an initializer that replaces no value of the translated graph."""
+        if name in self._state:
+            return step("computed", name, _OPTIMIZER)
+        # Inlining adds a number to the name; the constants of a function depend on none of its inputs.
+        if known_beginning(name, self._names_in_functions) is not None:
+            return CONSTANT
+        return step("computed", _OPTIMIZER)
 
 
 def _column_of(layer: ir.Node, rank: int) -> list[int]:
@@ -271,7 +295,7 @@ class JitWeights:
         if (output, position) in self._read:
             return self._known[self._read[output, position]]
         if name in self._state:
-            return ["computed", name, "torch's optimizer"]
+            return step("computed", name, _OPTIMIZER)
         return None
 
 
