@@ -358,3 +358,19 @@ def test_numbers_in_operators_of_torch_are_constants_and_no_parameters(dynamo, t
     assert len(made.tensors) == 4
     bound = htp_export.bind(tmp_path / "net.onnx", net)
     assert bound.missing == ()
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_a_part_of_a_table_of_positions_is_made_of_the_parameter(dynamo, tmp_path):
+    """TorchScript computes the starts and ends of slices by operators on numbers."""
+    net = composed(
+        lambda self, tokens: self.out(
+            tokens
+            + torch.cat((self.pos[:, :1], self.pos[:, 1:].reshape(1, 2, 2, 4).flatten(1, 2)), 1)
+        ),
+        pos=nn.Parameter(torch.randn(1, 5, 4)),
+        out=nn.Linear(4, 4),
+    )
+    of = Exported(spread(net).eval(), x(1, 5, 4), tmp_path / "net.onnx")
+    htp_export.export(net, (of.sample,), of.file, dynamo=dynamo, verbose=False)
+    assert not check(of, "export").unknown

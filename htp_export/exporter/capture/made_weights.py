@@ -15,6 +15,7 @@ from htp_export.exporter.capture.torchscript_internals import (
     numbers_of_inputs,
     numbers_of_outputs,
 )
+from htp_export.format.bounds import MOST_DIMENSIONS
 from htp_export.format.recipes import CONSTANT, Recipe, step
 from htp_export.model.recipes import (
     batchnorm_folded,
@@ -24,7 +25,7 @@ from htp_export.model.recipes import (
     merged,
     recorded,
 )
-from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.operator_kinds import RESHAPING, is_standard
 
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
 _OPTIMIZER = "torch's optimizer"
@@ -208,12 +209,27 @@ class JitWeights:
         if all(number in self._known for number in inputs):
             for place, output in enumerate(outputs):
                 self._known[output] = self._result(step, node, place)
+            self._add_contents(step, node)
         elif step.kind == "Conv":
             self._convolutions[outputs[0]] = step
         elif step.kind == "BatchNormalization":
             layer = self._convolutions.get(inputs[0])
             if layer is not None:
                 self._fold(layer, step)
+
+    def _add_contents(self, step: JitStep, node: Any) -> None:
+        """Compute a small argument of another operator: a trace joins its starts, ends and sizes of numbers."""
+        operands = [self._contents.get(number) for number in step.inputs]
+        if step.kind in RESHAPING:
+            operands = operands[:1]  # the others are axes or sizes
+        if any(each is None or each.numel() > MOST_DIMENSIONS for each in operands):
+            return
+        sizes = getattr(node.outputsAt(0).type(), "sizes", lambda: None)()
+        if step.kind in RESHAPING and sizes is not None:
+            self._contents[step.outputs[0]] = operands[0].reshape(sizes)
+        elif step.kind == "Concat" and all(each.dim() == 1 for each in operands):
+            joined = [number for each in operands for number in each.tolist()]
+            self._contents[step.outputs[0]] = operands[0].new_tensor(joined)
 
     def _result(self, step: JitStep, node: Any, place: int) -> Recipe:
         operands = [self._known[number] for number in step.inputs]
