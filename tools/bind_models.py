@@ -222,12 +222,12 @@ class Pair:
         model, inputs = transformers_model(name)
         if getattr(getattr(model, "config", None), "use_cache", False):
             model.config.use_cache = False
-        self.folder = folder
+        self.folder, self.inputs = folder, dict(inputs)
         self.models = [seeded(model, seed) for seed in (1, 2)]
         self.files = [folder / f"{seed}.onnx" for seed in (1, 2)]
         for each, file in zip(self.models, self.files, strict=True):
             htp_export.export(
-                each, (), file, kwargs=dict(inputs), dynamo=exporter == "dynamo", verbose=False
+                each, (), file, kwargs=dict(self.inputs), dynamo=exporter == "dynamo", verbose=False
             )
 
     def outcomes(self, step: str) -> Iterator[Outcome]:

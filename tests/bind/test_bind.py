@@ -146,6 +146,18 @@ def test_static_integers_are_bound_with_the_ranges_of_the_old_weights(files, tmp
     assert np.abs(found - expected).max() < 0.3 * np.abs(old - expected).max()
 
 
+def test_ranges_are_measured_again_with_the_weights_option_of_quantize(files):
+    """The float file, the plan, the data and the new weights: as `quantize` of a new export, bit for bit."""
+    plan, data = {"fc": "uint8", "out": "int8"}, {}
+    for value in htp_export.load(files[0]).model.graph.inputs:
+        data[str(value.name)] = TOKENS.numpy()
+    found = htp_export.quantize(files[0], plan, data=data, weights=net(2))
+    expected = htp_export.quantize(files[1], plan, data=data)
+    arrays, wanted = stored(found.model), stored(expected.model)
+    assert arrays.keys() == wanted.keys()
+    assert all(same(arrays[name], wanted[name]) for name in wanted)
+
+
 # --- checkpoints as people have them ---
 
 

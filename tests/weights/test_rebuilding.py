@@ -19,7 +19,7 @@ from torch import nn
 import htp_export
 from htp_export import tools
 from htp_export.errors import InputError
-from htp_export.format.recipes import is_exact
+from htp_export.format.recipes import is_exact, parameters_in
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.tagged import load
 from htp_export.weights.rebuilding import Rebuilt, rebuilt
@@ -374,3 +374,19 @@ def test_a_part_of_a_table_of_positions_is_made_of_the_parameter(dynamo, tmp_pat
     of = Exported(spread(net).eval(), x(1, 5, 4), tmp_path / "net.onnx")
     htp_export.export(net, (of.sample,), of.file, dynamo=dynamo, verbose=False)
     assert not check(of, "export").unknown
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_a_factor_that_a_tool_moved_into_a_layer_is_a_product_of_parameters(dynamo, tmp_path):
+    """OnnxSlim multiplies weight and bias with the factor after a layer: a parameter, or a number."""
+    net = composed(
+        lambda self, images: self.second(self.first(images) * self.gain) * 0.25,
+        first=nn.Linear(8, 8),
+        gain=nn.Parameter(torch.ones(8)),
+        second=nn.Linear(8, 4),
+    )
+    of = Exported(spread(net).eval(), x(2, 8), tmp_path / "net.onnx")
+    htp_export.export(net, (of.sample,), of.file, dynamo=dynamo, verbose=False)
+    made = check(of, "onnxslim")
+    assert not made.unknown
+    assert "gain" in {name for value in made.tensors for name in parameters_in(recipe_of(value))}
