@@ -338,8 +338,11 @@ class _Originals:
 
     def _as_product(self, tensor: ir.TensorProtocol) -> Recipe | None:
         """The recipe of a product that gives these numbers."""
-        found = (product.recipe_for(tensor) for product in self._products.get(tensor.size, ()))
-        return next(filter(None, found), None)
+        for product in self._products.get(tensor.size, ()):
+            recipe = product.recipe_for(tensor)
+            if recipe is not None:
+                return recipe
+        return None
 
     def _recipes_named(self, name: str) -> list[Recipe]:
         """The recipe of the weight of a name, or of the name to which a tool added a suffix."""

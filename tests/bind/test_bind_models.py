@@ -6,6 +6,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,3 +95,34 @@ def test_a_checkpoint_in_bfloat16_is_that_of_load_state_dict_and_an_export(name,
     expected = stored(tmp_path / "3.onnx")
     assert found.keys() == expected.keys()
     assert all(is_same(found[entry][0], expected[entry][0]) for entry in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_the_map_of_a_unet_contains_that_by_hashes_of_half_floats(exporter, tmp_path):
+    """NVIDIA's Diffusion demo maps an initializer to the entry with the same fp16 bytes, also transposed."""
+    pytest.importorskip("diffusers")
+    from tools.sweep_models import diffusers_model
+
+    with silent():
+        model, inputs = diffusers_model("UNet2DConditionModel")
+        model = seeded(model, 1)
+        file = tmp_path / "unet.onnx"
+        htp_export.export(
+            model, (), file, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False
+        )
+    by_bytes: dict[bytes, str] = {}
+    for name, entry in model.state_dict().items():
+        half = entry.numpy().astype(np.float16)
+        by_bytes[half.tobytes()] = by_bytes[half.T.tobytes()] = name
+    ours = htp_export.bind(file, model).map("tensorrt")
+    by_hash = {}
+    for name, (array, _) in stored(file).items():
+        entry = by_bytes.get(array.astype(np.float16).tobytes())
+        if entry is not None:
+            by_hash[name] = entry
+    assert len(by_hash) > 100
+    assert {name: ours.get(name) for name in by_hash} == {
+        name: [entry] for name, entry in by_hash.items()
+    }
+    print(exporter, len(by_hash), "by hash,", len(ours), "by recipe")

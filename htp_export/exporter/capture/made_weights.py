@@ -219,10 +219,11 @@ class JitWeights:
 
     def _add_contents(self, step: JitStep, node: Any) -> None:
         """Compute a small argument of another operator: a trace joins its starts, ends and sizes of numbers."""
-        operands = [self._contents.get(number) for number in step.inputs]
-        if step.kind in RESHAPING:
-            operands = operands[:1]  # the others are axes or sizes
-        if any(each is None or each.numel() > MOST_DIMENSIONS for each in operands):
+        # of an operator that changes the shape, the other inputs are axes or sizes
+        inputs = step.inputs[:1] if step.kind in RESHAPING else step.inputs
+        operands = [self._contents[number] for number in inputs if number in self._contents]
+        is_small = all(each.numel() <= MOST_DIMENSIONS for each in operands)
+        if len(operands) < len(inputs) or not is_small:
             return
         sizes = getattr(node.outputsAt(0).type(), "sizes", lambda: None)()
         if step.kind in RESHAPING and sizes is not None:
