@@ -137,7 +137,7 @@ _FORMS: Mapping[str, _Form] = {
     "masked": _Form(),
     "equal": _Form(2, _MOST_OPERANDS),
     **dict.fromkeys(("add", "sub", "mul", "div"), _Form(2, 2)),
-    **dict.fromkeys(("neg", "sqrt", "torch_sqrt"), _Form()),
+    **dict.fromkeys(("neg", "exp", "sqrt", "torch_sqrt"), _Form()),
 }
 
 

@@ -307,6 +307,7 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "mul": np.multiply,
     "div": np.divide,
     "neg": np.negative,
+    "exp": np.exp,
     "sqrt": np.sqrt,
     "torch_sqrt": _torch_sqrt,
 }

@@ -390,3 +390,20 @@ def test_a_factor_that_a_tool_moved_into_a_layer_is_a_product_of_parameters(dyna
     made = check(of, "onnxslim")
     assert not made.unknown
     assert "gain" in {name for value in made.tensors for name in parameters_in(recipe_of(value))}
+
+
+def test_an_exponential_that_torch_folds_is_computed_as_torch_folds_it(tmp_path):
+    """CLIP's scale of logits, Mamba's decay: the dynamo exporter folds them with numpy."""
+    net = composed(
+        lambda self, tokens: self.out(tokens) * self.scale.exp() - self.decay.float().exp(),
+        out=nn.Linear(4, 64),
+        scale=nn.Parameter(torch.tensor(2.6592)),
+        decay=nn.Parameter(torch.randn(64)),
+    )
+    of = Exported(spread(net).eval(), x(2, 4), tmp_path / "net.onnx")
+    htp_export.export(net, (of.sample,), of.file, dynamo=True, verbose=False)
+    made = check(of, "export")
+    assert not made.unknown
+    assert {"scale", "decay"} <= {
+        name for value in made.tensors for name in parameters_in(recipe_of(value))
+    }

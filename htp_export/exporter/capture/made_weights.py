@@ -18,6 +18,7 @@ from htp_export.exporter.capture.torchscript_internals import (
 from htp_export.format.bounds import MOST_DIMENSIONS
 from htp_export.format.recipes import CONSTANT, Recipe, step
 from htp_export.model.recipes import (
+    FOLDED_BY_NUMPY,
     batchnorm_folded,
     folded,
     follow,
@@ -60,7 +61,7 @@ class MadeWeights:
         }
         self._state = state
         self._foldings = list[_Folding]()
-        follow(graph, nodes, self.known)
+        follow(graph, nodes, self.known, FOLDED_BY_NUMPY)
         self._names_in_functions: set[str] = set()
         for function in functions:
             inside: dict[ir.Value, Recipe] = {}
