@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -204,6 +205,32 @@ def carry_recipes(before: ir.Model | None, after: ir.Model) -> None:
                 value.const_value = recorded(tensor, recipe)
 
 
+@dataclass(frozen=True)
+class _Product:
+    """The product of a layer's weight or bias and a factor, with its recipe; ``shape`` broadcasts the factor."""
+
+    weight: ir.TensorProtocol
+    factor: ir.TensorProtocol
+    shape: tuple[int, ...]
+    recipe: Recipe
+
+    def recipe_for(self, tensor: ir.TensorProtocol) -> Recipe | None:
+        """The recipe of a tensor with the numbers of the product, bit for bit, also transposed; None for others."""
+        if self.weight.dtype != tensor.dtype or not is_exact(self.recipe):
+            return None
+        factor = np.asarray(self.factor.numpy()).reshape(self.shape)
+        try:
+            product = np.asarray(self.weight.numpy()) * factor
+        except ValueError:  # the factor is of another axis
+            return None
+        shape, numbers = tensor.shape.numpy(), tensor.tobytes()
+        if product.shape == shape and product.tobytes() == numbers:
+            return self.recipe
+        if product.ndim == 2 and product.shape[::-1] == shape and product.T.tobytes() == numbers:
+            return step("transpose", self.recipe, [1, 0])
+        return None
+
+
 class _Originals:
     """The weights of the original, by name and by contents."""
 
@@ -228,11 +255,47 @@ class _Originals:
         self._computed: dict[str, Recipe] = {}
         for graph in graphs:
             self._computed |= recipes_of_computed(graph)
+        # number of elements → products that a tool may have computed
+        self._products: defaultdict[int, list[_Product]] = defaultdict(list)
+        for graph in graphs:
+            self._add_products(graph)
 
     def _add(self, value: ir.Value) -> None:
         tensor = stored_tensor(value)
         if tensor is not None and holds_numbers(tensor.dtype):
             self._named[str(value.name)] = tensor, recipe_of(value)
+
+    def _add_products(self, graph: ir.Graph) -> None:
+        """Add the products of a layer's weight and bias with a factor after it: tools move it into the layer."""
+        for node in graph:
+            if not is_standard(node, "Mul"):
+                continue
+            for value, factor in (node.inputs, node.inputs[::-1]):
+                stored = None if factor is None else stored_tensor(factor)
+                if value is None or factor is None or stored is None:
+                    continue
+                for layer, place in _layer_before(value):
+                    self._add_product(layer, place, factor, stored)
+
+    def _add_product(
+        self, layer: ir.Node, place: int, factor: ir.Value, stored: ir.TensorProtocol
+    ) -> None:
+        weight = layer.inputs[place]
+        tensor = None if weight is None else stored_tensor(weight)
+        if weight is None or tensor is None:
+            return
+        # outputs are the last axis, except of a Gemm that transposes its weight
+        is_first = place == 1 and layer.attributes.get_int("transB", 0) == 1
+        recipe = recipe_of(factor) if factor.producer() is None else CONSTANT
+        shape = [stored.size, 1] if is_first else [stored.size]
+        if stored.size == 1:
+            shape = []
+        if recipe == CONSTANT and stored.size == 1:
+            recipe = float(np.asarray(stored.numpy()).item())
+        elif stored.shape.numpy() != tuple(shape):
+            recipe = step("reshape", recipe, shape)
+        product = _Product(tensor, stored, tuple(shape), step("mul", recipe_of(weight), recipe))
+        self._products[tensor.size].append(product)
 
     def may_be_weight(self, name: str, tensor: ir.TensorProtocol) -> bool:
         """Whether a tensor may be a weight; 32-bit integers may be a quantized bias, by their name."""
@@ -267,7 +330,8 @@ class _Originals:
             # Tensors of one repeated number, such as zeros, equal each other by chance.
             if tensor.size > 1 and is_filled(tensor):
                 return vague
-            return self._by_contents(tensor) or self._as_computed(computed, tensor) or vague
+            known = self._by_contents(tensor) or self._as_computed(computed, tensor)
+            return known or self._as_product(tensor) or vague
         except (FileError, OSError):
             return ["computed", _BY_A_TOOL]
 
@@ -282,6 +346,14 @@ class _Originals:
             return recipe if same_numbers(made, tensor) else None
         except InputError:
             return None
+
+    def _as_product(self, tensor: ir.TensorProtocol) -> Recipe | None:
+        """The recipe of a product that gives these numbers."""
+        for product in self._products.get(tensor.size, ()):
+            recipe = product.recipe_for(tensor)
+            if recipe is not None:
+                return recipe
+        return None
 
     def _recipes_named(self, name: str) -> list[Recipe]:
         """The recipe of the weight of a name, or of the name to which a tool added a suffix."""
@@ -314,6 +386,19 @@ class _Originals:
                     array = np.asarray(tensor.numpy())
                     by_hash.setdefault(array_hash(array), []).append((array.shape, recipe))
         return self._hashed[dtype, size]
+
+
+def _layer_before(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """Yield the nodes that compute a value as a linear layer, each with the place of its weight or bias."""
+    node = value.producer()
+    if node is not None and is_standard(node, "Add"):
+        for place, term in enumerate(node.inputs):
+            other = None if term is None else term.producer()
+            if other is not None and is_standard(other, "MatMul"):
+                yield node, 1 - place
+                yield other, 1
+    elif node is not None and is_standard(node, "MatMul", "Gemm"):
+        yield from ((node, place) for place in (1, 2) if place < len(node.inputs))
 
 
 def _transposed_recipe(

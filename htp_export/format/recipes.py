@@ -137,7 +137,7 @@ _FORMS: Mapping[str, _Form] = {
     "masked": _Form(),
     "equal": _Form(2, _MOST_OPERANDS),
     **dict.fromkeys(("add", "sub", "mul", "div"), _Form(2, 2)),
-    **dict.fromkeys(("neg", "sqrt", "torch_sqrt"), _Form()),
+    **dict.fromkeys(("neg", "exp", "sqrt", "torch_sqrt"), _Form()),
 }
 
 
@@ -180,7 +180,7 @@ def _simplified(word: str, operands: Sequence[Any], setting: Sequence[Any]) -> R
         return computed[0] if computed else CONSTANT
     # A step on a tensor that cannot be computed again cannot be repeated either.
     for operand in operands:
-        reason = _why_not_exact(operand)
+        reason = why_not_exact(operand)
         if reason:
             return _computed(operands, reason)
     if not any(_is_step(operand, "masked") for operand in operands):
@@ -209,7 +209,7 @@ def _computed(operands: Sequence[Any], reason: str) -> Recipe:
     return ["computed", *list(names)[: _MOST_OPERANDS // 4], reason]
 
 
-def _why_not_exact(recipe: Recipe) -> str:
+def why_not_exact(recipe: Recipe) -> str:
     """Return the reason why the computation of a recipe cannot be repeated; empty if it can."""
     if not isinstance(recipe, list):
         return ""
@@ -217,7 +217,7 @@ def _why_not_exact(recipe: Recipe) -> str:
         return str(recipe[-1])
     if recipe == CONSTANT:
         return "a constant that is not written down"
-    reasons = map(_why_not_exact, operands_of(recipe))
+    reasons = map(why_not_exact, operands_of(recipe))
     return next(filter(None, reasons), "")
 
 
@@ -228,7 +228,7 @@ def is_exact(recipe: Recipe) -> bool:
         >>> is_exact(["masked", "fc.weight"]), is_exact(["computed", "fc.weight", "hqq"])
         (True, False)
     """
-    return recipe == CONSTANT or not _why_not_exact(recipe)
+    return recipe == CONSTANT or not why_not_exact(recipe)
 
 
 def operands_of(recipe: list[Any]) -> list[Any]:

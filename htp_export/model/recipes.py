@@ -199,7 +199,19 @@ def merged(recipes: Iterable[Recipe]) -> Recipe:
     return different[0] if len(different) == 1 else step("equal", *different)
 
 
-def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Recipe]) -> None:
+FOLDED_BY_NUMPY = {"Exp": "exp"}
+"""Operators that torch's dynamo exporter folds by the reference implementation of onnx: numpy rounds them.
+
+IEEE 754 does not define their rounding, and other tools fold them otherwise.
+"""
+
+
+def follow(
+    graph: ir.Graph,
+    nodes: Iterable[ir.Node],
+    known: dict[ir.Value, Recipe],
+    arithmetic: Mapping[str, str] | None = None,
+) -> None:
     """Find the recipes of values that do not depend on the model's inputs.
 
     Args:
@@ -207,6 +219,7 @@ def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Reci
         nodes: The nodes, producers before consumers; nodes with an input that is neither known nor
             stored are skipped.
         known: Value → its recipe; extended.
+        arithmetic: Further operators → steps, whose rounding is known of whoever folds them.
 
     Examples:
         >>> weight = ir.Value(name="w", const_value=ir.tensor([[1.0, 2.0]], name="w"))
@@ -226,7 +239,7 @@ def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Reci
         if is_standard(node, *SIZES_ONLY):
             known.update(dict.fromkeys(node.outputs, CONSTANT))
         elif all(value is None or value in known for value in node.inputs) and not subgraphs(node):
-            known.update(_of_node(node, known, positions))
+            known.update(_of_node(node, known, positions, arithmetic or {}))
         elif is_standard(node, "CastLike") and node.inputs[0] in known:
             known.update(_cast_like(node, known, positions))
 
@@ -270,7 +283,10 @@ class _Positions:
 
 
 def _of_node(
-    node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positions
+    node: ir.Node,
+    known: Mapping[ir.Value, Recipe],
+    positions: _Positions,
+    arithmetic: Mapping[str, str],
 ) -> dict[ir.Value, Recipe]:
     """The recipes of a node's outputs, from those of its inputs."""
     operands = [CONSTANT if value is None else known[value] for value in node.inputs]
@@ -278,6 +294,9 @@ def _of_node(
         return dict.fromkeys(node.outputs, CONSTANT)
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     name = node.op_type if is_standard(node) else f"{node.domain}.{node.op_type}"
+
+    if name in arithmetic:
+        return {node.outputs[0]: step(arithmetic[name], *operands)}
 
     def constant(place: int) -> Any:
         return positions(node.inputs[place]) if place < len(node.inputs) else None

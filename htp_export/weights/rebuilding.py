@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,18 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.extras import required
-from htp_export.format.recipes import CONSTANT, Recipe, is_exact, parameters_in
+from htp_export.format.recipes import (
+    CONSTANT,
+    Recipe,
+    parameters_in,
+    recipe_to_text,
+    steps_in,
+    why_not_exact,
+)
 from htp_export.model.graph_facts import Array
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
-from htp_export.weights.rounding import rounded, rounded_bias
+from htp_export.weights.rounding import Rounding, Roundings, rounded_bias, rounding
 
 _GROWTH = 16
 """Limit of intermediate results, as a factor on the larger of stored tensor and parameters.
@@ -50,43 +57,80 @@ def recipes_of_stored(model: ir.Model) -> dict[ir.Value, Recipe]:
     return recipes
 
 
-def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
+def rebuilt(
+    tagged: TaggedModel, state_dict: Mapping[str, Any], unfit: Mapping[str, str] | None = None
+) -> Rebuilt:
     """Compute the stored tensors of a model from other parameters, each when it is read.
 
     Args:
         tagged: The model.
         state_dict: Name → tensor or array.
+        unfit: Entry that is not in ``state_dict`` → the reason, a verb and its object.
 
     Raises:
         InputError: If the recipe of an initializer is not valid, or does not fit the parameters.
     """
     tensors: dict[ir.Value, ir.TensorProtocol] = {}
     unknown: dict[ir.Value, str] = {}
+    roundings = Roundings()
     for value, recipe in recipes_of_stored(tagged.model).items():
         assert value.const_value is not None
-        missing = next((name for name in parameters_in(recipe) if name not in state_dict), None)
-        if not is_exact(recipe):
-            unknown[value] = str(recipe[-1])  # type: ignore[index]
-        elif missing is not None:
-            unknown[value] = f"{missing!r} is no entry of the state_dict"
+        why = _why_not(value, recipe, state_dict, unfit or {})
+        if why:
+            unknown[value] = why
         else:
-            tensors[value] = remade(value.const_value, recipe, state_dict)
+            tensors[value] = remade(value.const_value, recipe, state_dict, roundings)
     return Rebuilt(tensors, unknown)
 
 
+def _why_not(
+    value: ir.Value, recipe: Recipe, state_dict: Mapping[str, Any], unfit: Mapping[str, str]
+) -> str:
+    """Return the reason why a stored tensor cannot be computed; empty if it can."""
+    reason = why_not_exact(recipe)
+    if reason:
+        return f"initializer {value.name!r} was computed in a way that cannot be repeated: {reason}"
+    for name in parameters_in(recipe):
+        if name in unfit:
+            return f"{name!r} {unfit[name]}"
+        if name not in state_dict:
+            return f"the weights have no {name!r}"
+    return _differing(value, recipe, state_dict)
+
+
+def _differing(value: ir.Value, recipe: Recipe, state_dict: Mapping[str, Any]) -> str:
+    """Return the reason if entries that share one stored tensor differ in the new weights; otherwise empty."""
+    assert value.const_value is not None
+    compute = _Rebuilding(str(value.name), recipe, state_dict, value.const_value, Roundings())
+    for made in steps_in(recipe):
+        if made[0] == "equal" and not compute.are_equal(made[1:]):
+            listed = " and ".join(map(repr, dict.fromkeys(parameters_in(made))))
+            return f"{listed} were equal at the export and share one tensor of the file; they differ now"
+    return ""
+
+
 def remade(
-    stored: ir.TensorProtocol, recipe: Recipe, state_dict: Mapping[str, Any]
+    stored: ir.TensorProtocol,
+    recipe: Recipe,
+    state_dict: Mapping[str, Any],
+    roundings: Roundings | None = None,
 ) -> ir.TensorProtocol:
     """Compute a stored tensor from parameters by an exact recipe, when it is read.
+
+    ``roundings``: Weights that were rounded for other tensors of the model.
 
     Examples:
         >>> stored = ir.tensor(np.zeros((1, 2), np.float32))
         >>> remade(stored, ["transpose", "w", []], {"w": np.float32([[1], [2]])}).numpy()
         array([[1., 2.]], dtype=float32)
     """
-    compute = _Rebuilding(str(stored.name), recipe, state_dict, stored)
+    compute = _Rebuilding(str(stored.name), recipe, state_dict, stored, roundings or Roundings())
     shape, props = ir.Shape(stored.shape.numpy()), {**stored.metadata_props}
     return ir.LazyTensor(compute, stored.dtype, shape, name=stored.name, metadata_props=props)
+
+
+_MISFITS = (ValueError, TypeError, IndexError, KeyError)
+"""Errors of numpy for a recipe that does not fit the parameters: both are from files of others."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +141,13 @@ class _Rebuilding:
     recipe: Recipe
     parameters: Mapping[str, Any]
     stored: ir.TensorProtocol
+    roundings: Roundings
 
     def __call__(self) -> ir.TensorProtocol:
         try:
             with np.errstate(all="ignore"):
                 array = np.asarray(self._evaluate(self.recipe))
-        except (ValueError, TypeError, IndexError, KeyError) as error:
+        except _MISFITS as error:
             raise InputError(
                 f"initializer {self.name!r}: its recipe does not fit: {error}"
             ) from error
@@ -126,16 +171,37 @@ class _Rebuilding:
             before = np.asarray(self.stored.numpy())
             return np.where(before == 0, before, self._evaluate(parts[0]))
         if word == "equal":
-            first, *others = map(self._evaluate, parts)
-            if any(first.tobytes() != other.tobytes() for other in others):
+            if not self.are_equal(parts):
                 raise ValueError(
                     "parameters that the file has once, because they were equal, differ now"
                 )
-            return first
+            return self._evaluate(parts[0])
+        if word in _ROUNDINGS:
+            return self._bounded(self._rounded(word, parts[0], parts[-1]))
+        if word == "round_bias":
+            bias, weight, (part, scale, *scheme) = parts
+            scales = self._rounded("round", weight, ["scales", *scheme])
+            return rounded_bias(self._evaluate(bias), scales, part, scale)
         # The last part is an operand of arithmetic, or the setting of another step.
         last = self._evaluate(parts[-1]) if word in _ARITHMETIC else parts[-1]
         operands = [self._evaluate(part) for part in parts[:-1]]
         return self._bounded(_STEPS[word](*operands, last))
+
+    def are_equal(self, recipes: Sequence[Recipe]) -> bool:
+        """Whether the arrays of some recipes are equal, bit for bit."""
+        try:
+            first, *others = (np.asarray(self._evaluate(recipe)) for recipe in recipes)
+        except _MISFITS:
+            return False
+        return all(_is_same(first, other) for other in others)
+
+    def _rounded(self, word: str, weight: Recipe, setting: list[Any]) -> Array:
+        """One part of a rounded weight."""
+        part, *scheme = setting
+        key = recipe_to_text([word, weight, scheme])
+        return self.roundings.part(
+            key, part, lambda: _ROUNDINGS[word](self._evaluate(weight), scheme)
+        )
 
     def _bounded(self, result: Any) -> Any:
         """The result of a step; a ValueError if it is too large."""
@@ -144,6 +210,11 @@ class _Rebuilding:
         if result.size > _GROWTH * max(largest, self.stored.size):
             raise ValueError(f"a step makes {result.size:,} elements")
         return result
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    is_like = one.dtype == other.dtype and one.shape == other.shape
+    return is_like and one.tobytes() == other.tobytes()
 
 
 def _array(parameter: Any) -> Array:
@@ -163,14 +234,14 @@ def _slice(array: Array, cut: list[int]) -> Array:
     return array[tuple(where)]
 
 
-def _quantized(array: Array, blocks: list[Any]) -> Array:
-    """A matrix that ONNX Runtime quantizes in blocks of its columns, for ``MatMulNBits``.
+def _quantized(array: Array, blocks: list[Any]) -> Rounding:
+    """Round a matrix in blocks of its columns, as ONNX Runtime does for ``MatMulNBits``.
 
-    ``blocks``: Which result to return, bits, elements of a block, and whether it is symmetric.
+    ``blocks``: Bits, elements of a block, and whether it is symmetric.
     """
     kernels = required("onnxruntime.capi._pybind_state", "rounding in blocks")
 
-    name, bits, block, symmetric = blocks
+    bits, block, symmetric = blocks
     rows, columns = array.shape
     count, pack = -(-rows // block), 8 // bits
     padded = np.ascontiguousarray(np.pad(array, ((0, count * block - rows), (0, 0))))
@@ -179,7 +250,7 @@ def _quantized(array: Array, blocks: list[Any]) -> Array:
     zero_points = np.zeros((columns, -(-count // pack)), np.uint8)
     kernel = getattr(kernels, f"quantize_matmul_{bits}bits")
     kernel(levels, padded, scales, zero_points, block, columns, rows, bool(symmetric))
-    return {"levels": levels, "scales": scales, "zero_points": zero_points}[name]
+    return Rounding(scales, zero_points, lambda: levels)
 
 
 def unpacked(array: Array, count: int, bits: int, kind: ir.DataType) -> Array:
@@ -237,6 +308,7 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "mul": np.multiply,
     "div": np.divide,
     "neg": np.negative,
+    "exp": np.exp,
     "sqrt": np.sqrt,
     "torch_sqrt": _torch_sqrt,
 }
@@ -253,9 +325,12 @@ _STEPS: Mapping[str, Callable[..., Any]] = {
     "narrow": lambda array, to: narrowed(array, _type(to)),
     "slice": _slice,
     "concat": lambda *parts: np.concatenate(parts[:-1], axis=parts[-1]),
-    "quantize": _quantized,
-    "round": rounded,
-    "round_bias": rounded_bias,
     "unpack": lambda array, held: unpacked(array, held[0], held[1], _type(held[2])),
     "take": lambda array, rows: np.take(array, np.array(rows[1], np.int64), rows[0]),
 }
+
+_ROUNDINGS: Mapping[str, Callable[[Array, list[Any]], Rounding]] = {
+    "quantize": _quantized,
+    "round": rounding,
+}
+"""Steps of which a recipe names one part: levels, scales or zero points."""

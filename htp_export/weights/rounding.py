@@ -5,7 +5,8 @@ A scheme is a name and its numbers, the setting of the step ``round`` of a recip
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,35 +20,89 @@ from htp_export.model.graph_facts import Array
 _LARGEST, _MIDDLE = 127, 128  # of int8 with a symmetric range; the zero point of uint8
 
 
-def rounded(weight: Array, scheme: list[Any]) -> Array:
-    """Return one part of a rounded weight: its levels, its scales or its zero points.
+@dataclass(frozen=True)
+class Rounding:
+    """A rounded weight: its scales, its zero points, and a function that computes its levels."""
+
+    scales: Array
+    zero_points: Array
+    levels: Callable[[], Array]
+
+    def part(self, name: str) -> Array:
+        """Return a part by its name in recipes."""
+        if name == "levels":
+            return np.asarray(self.levels())
+        return np.asarray(self.scales if name == "scales" else self.zero_points)
+
+
+def rounding(weight: Array, scheme: list[Any]) -> Rounding:
+    """Round a weight.
 
     Args:
         weight: The weight, in floats.
-        scheme: ``[part, "linear", element type, axis, symmetric, reduced]``: ONNX Runtime's
-            quantizer, with one scale, or one for each index of an axis. ``[part, "channels",
-            axis]``: ours for convolutions. ``[part, "rows", bits, block size, symmetric]``: blocks
-            of the rows of a table, ours with 8 bits, ONNX Runtime's with 4.
+        scheme: ``["linear", element type, axis, symmetric, reduced]``: ONNX Runtime's quantizer,
+            with one scale, or one for each index of an axis. ``["channels", axis]``: ours for
+            convolutions. ``["rows", bits, block size, symmetric]``: blocks of the rows of a table,
+            ours with 8 bits, ONNX Runtime's with 4.
 
     Examples:
-        >>> rounded(np.float32([-1.0, 0.5]), ["levels", "linear", "int8", -1, 1, 0]).tolist()
+        >>> rounding(np.float32([-1.0, 0.5]), ["linear", "int8", -1, 1, 0]).part("levels").tolist()
         [-127, 64]
     """
-    part, kind, *numbers = scheme
-    return np.asarray(_SCHEMES[kind](weight, part, *numbers))
+    kind, *numbers = scheme
+    made: Rounding = _SCHEMES[kind](weight, *numbers)
+    return made
 
 
-def rounded_bias(bias: Array, weight: Array, scheme: list[Any]) -> Array:
-    """Return a part of a bias in int32; its scales are the scale of the input times the scales of the weight.
+class Roundings:
+    """Rounded weights, each rounded once although its parts are stored, and read, one by one.
+
+    Scales and zero points are kept. Of the levels, which are large, only those of the last weight
+    are kept, until they are read: files have the parts of a weight one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._small: dict[str, Rounding] = {}
+        self._last: tuple[str, Array] | None = None
+
+    def part(self, weight: str, name: str, compute: Callable[[], Rounding]) -> Array:
+        """Return a part of a rounded weight.
+
+        Args:
+            weight: A key of the weight and of its scheme.
+            name: The part.
+            compute: Rounds the weight.
+        """
+        # One read of each attribute: another thread may replace it.
+        known, last = self._small.get(weight), self._last
+        if known is not None and name != "levels":
+            return known.part(name)
+        if last is not None and last[0] == weight and name == "levels":
+            self._last = None
+            return last[1]
+        made = compute()
+        levels = made.part("levels")
+        self._small[weight] = Rounding(made.scales, made.zero_points, _dropped)
+        if name == "levels":
+            return levels
+        self._last = weight, levels
+        return made.part(name)
+
+
+def _dropped() -> Array:
+    raise AssertionError("the levels of a weight are not kept")
+
+
+def rounded_bias(bias: Array, scales: Array, part: str, scale: float) -> Array:
+    """Return a part of a bias in int32; its scales are the scale of the input times those of the weight.
 
     Args:
         bias: The bias, in floats.
-        weight: The weight of the same operator.
-        scheme: ``[part, scale of the input, "linear", ...]``, the rest as for `rounded`.
+        scales: The scales of the weight of the same operator.
+        part: ``"levels"`` or ``"scales"``.
+        scale: The scale of the input.
     """
-    part, scale, *rest = scheme
-    scales = rounded(weight, ["scales", *rest]).reshape(-1)
-    made = np.asarray(np.array([scale], bias.dtype) * scales)
+    made = np.asarray(np.array([scale], bias.dtype) * scales.reshape(-1))
     if part == "scales":
         return made
     levels = np.round(bias.astype(np.float64) / made.astype(np.float64))
@@ -55,7 +110,7 @@ def rounded_bias(bias: Array, weight: Array, scheme: list[Any]) -> Array:
     return np.asarray(np.clip(levels, limits.min, limits.max).astype(np.int32).reshape(bias.shape))
 
 
-def _linear(weight: Array, part: str, kind: str, axis: int, symmetric: int, reduced: int) -> Array:
+def _linear(weight: Array, kind: str, axis: int, symmetric: int, reduced: int) -> Rounding:
     """Round as ONNX Runtime's quantizer does (``quant_utils.quantize_data``)."""
     tools = required("onnxruntime.quantization.quant_utils", "rounding to integers")
 
@@ -67,43 +122,45 @@ def _linear(weight: Array, part: str, kind: str, axis: int, symmetric: int, redu
         tools.compute_data_quant_params(each.flatten(), onnx_type, bool(symmetric), bool(reduced))
         for each in channels
     ]
-    if part == "scales":
-        scales = np.array([scale for _, scale in found], weight.dtype)
-        return scales.reshape(()) if axis == NO_AXIS else scales
-    if part == "zero_points":
-        points = _typed(np.array([point for point, _ in found]), kind)
-        return points.reshape(()) if axis == NO_AXIS else points
-    levels = [
-        _typed(tools.quantize_nparray(onnx_type, each.flatten(), scale, point), kind)
-        for each, (point, scale) in zip(channels, found, strict=True)
-    ]
+    scales = np.array([scale for _, scale in found], weight.dtype)
+    points = _typed(np.array([point for point, _ in found]), kind)
+
+    def levels() -> Array:
+        rows = [
+            _typed(tools.quantize_nparray(onnx_type, each.flatten(), scale, point), kind)
+            for each, (point, scale) in zip(channels, found, strict=True)
+        ]
+        if axis == NO_AXIS:
+            return rows[0].reshape(weight.shape)
+        ones = [1 if place == axis else size for place, size in enumerate(weight.shape)]
+        return np.asarray(np.concatenate([each.reshape(ones) for each in rows], axis))
+
     if axis == NO_AXIS:
-        return levels[0].reshape(weight.shape)
-    ones = [1 if place == axis else size for place, size in enumerate(weight.shape)]
-    return np.asarray(np.concatenate([each.reshape(ones) for each in levels], axis))
+        scales, points = scales.reshape(()), points.reshape(())
+    return Rounding(scales, points, levels)
 
 
 def _typed(array: Any, kind: str) -> Array:
     return np.asarray(array).astype(ir.DataType[kind.upper()].numpy())
 
 
-def _channels(weight: Array, part: str, axis: int) -> Array:
+def _channels(weight: Array, axis: int) -> Rounding:
     """Round to symmetric int8, with one scale for each index of an axis."""
     others = tuple(place for place in range(weight.ndim) if place != axis)
     largest: Array = np.abs(weight).max(axis=others)
     scales = np.where(largest == 0, 1, largest / _LARGEST).astype(weight.dtype)
-    if part == "scales":
-        return scales
-    if part == "zero_points":
-        return np.zeros(scales.shape, np.int8)
-    wide = np.round(weight.astype(np.float32) / np.expand_dims(scales, others))
-    return np.asarray(np.clip(wide, -_LARGEST, _LARGEST).astype(np.int8))
+
+    def levels() -> Array:
+        wide = np.round(weight.astype(np.float32) / np.expand_dims(scales, others))
+        return np.asarray(np.clip(wide, -_LARGEST, _LARGEST).astype(np.int8))
+
+    return Rounding(scales, np.zeros(scales.shape, np.int8), levels)
 
 
-def _rows(weight: Array, part: str, bits: int, size: int, symmetric: int) -> Array:
+def _rows(weight: Array, bits: int, size: int, symmetric: int) -> Rounding:
     """Round blocks of the rows of a table, each with a scale and a zero point."""
     if bits == 4:
-        return _rows_of_four_bits(weight, part, size, bool(symmetric))
+        return _rows_of_four_bits(weight, size, bool(symmetric))
     columns = weight.shape[1]
     starts = np.arange(0, columns, size)
     array = weight.astype(np.float32)
@@ -115,33 +172,37 @@ def _rows(weight: Array, part: str, bits: int, size: int, symmetric: int) -> Arr
         least, most = np.minimum(least, 0), np.maximum(most, 0)
     width = (most - least) / (2 * _MIDDLE - 1)
     scales = np.where(width == 0, 1, width).astype(weight.dtype)
-    if part == "scales":
-        return scales
     if symmetric:
         points = np.full(scales.shape, _MIDDLE, np.uint8)
     else:
         points = _in_bytes(-least / scales)
-    if part == "zero_points":
-        return points
-    spread, shift = (np.repeat(each, size, axis=1)[:, :columns] for each in (scales, points))
-    return _in_bytes(array / spread + shift)
+
+    def levels() -> Array:
+        spread, shift = (np.repeat(each, size, axis=1)[:, :columns] for each in (scales, points))
+        return _in_bytes(array / spread + shift)
+
+    return Rounding(scales, points, levels)
 
 
 def _in_bytes(levels: Array) -> Array:
     return np.clip(np.round(levels), 0, 2 * _MIDDLE - 1).astype(np.uint8)
 
 
-def _rows_of_four_bits(weight: Array, part: str, size: int, symmetric: bool) -> Array:
+def _rows_of_four_bits(weight: Array, size: int, symmetric: bool) -> Rounding:
     """Round as ONNX Runtime's quantizer of tables does; a byte contains two numbers."""
     tools = required("onnxruntime.quantization.matmul_nbits_quantizer", "rounding to 4 bits")
     quantizer = tools.DefaultWeightOnlyQuantizer
     packed, scales, points = quantizer.quantize_ndarray(weight, 1, size, symmetric)
     kind = "INT4" if symmetric else "UINT4"
-    if part == "scales":
-        return np.asarray(scales)
-    if part == "levels":
+    if points is None:
+        zero_points = np.zeros(scales.shape, ir.DataType.INT4.numpy())
+    else:
+        zero_points = _unpacked(points, scales.shape, kind)
+
+    def levels() -> Array:
         return _unpacked(packed, weight.shape, kind)
-    return _unpacked(points, scales.shape, kind)
+
+    return Rounding(np.asarray(scales), zero_points, levels)
 
 
 def _unpacked(packed: Array, shape: tuple[int, ...], kind: str) -> Array:
@@ -150,7 +211,11 @@ def _unpacked(packed: Array, shape: tuple[int, ...], kind: str) -> Array:
     return np.asarray(ir.serde.deserialize_tensor(proto).numpy())
 
 
-_SCHEMES: Mapping[str, Any] = {"linear": _linear, "channels": _channels, "rows": _rows}
+_SCHEMES: Mapping[str, Callable[..., Rounding]] = {
+    "linear": _linear,
+    "channels": _channels,
+    "rows": _rows,
+}
 
 
 def linear_schemes(weight: Array, kind: str, scales: int) -> Iterator[list[Any]]:

@@ -1,11 +1,13 @@
 """bind: the weights of another checkpoint in a descendant of an export, bit for bit as a new export has them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -113,6 +115,10 @@ def test_what_is_bound_is_what_a_new_export_would_hold(files, step, tmp_path):
     assert different == set()
     assert bound.unbound == {}
     assert bound.tensors > 0
+    functions = [
+        htp_export.load(file).model.functions for file in (made[0], tmp_path / "bound.onnx")
+    ]
+    assert functions[0].keys() == functions[1].keys()
 
 
 def test_back_and_forth_is_the_first_file(files, tmp_path):
@@ -138,6 +144,18 @@ def test_static_integers_are_bound_with_the_ranges_of_the_old_weights(files, tmp
     found = onnxruntime.InferenceSession(tmp_path / "bound.onnx").run(None, fed)[0]
     old = onnxruntime.InferenceSession(file).run(None, fed)[0]
     assert np.abs(found - expected).max() < 0.3 * np.abs(old - expected).max()
+
+
+def test_ranges_are_measured_again_with_the_weights_option_of_quantize(files):
+    """The float file, the plan, the data and the new weights: as `quantize` of a new export, bit for bit."""
+    plan, data = {"fc": "uint8", "out": "int8"}, {}
+    for value in htp_export.load(files[0]).model.graph.inputs:
+        data[str(value.name)] = TOKENS.numpy()
+    found = htp_export.quantize(files[0], plan, data=data, weights=net(2))
+    expected = htp_export.quantize(files[1], plan, data=data)
+    arrays, wanted = stored(found.model), stored(expected.model)
+    assert arrays.keys() == wanted.keys()
+    assert all(same(arrays[name], wanted[name]) for name in wanted)
 
 
 # --- checkpoints as people have them ---
@@ -315,8 +333,107 @@ def test_maps_name_entries(files):
     assert bound.map("safetensors")["fc.bias"] == "fc.bias"
     assert bound.map("tensorrt")["fc.bias"] == ["fc.bias"]
     assert bound.map() == dict(bound.recipes)
-    with pytest.raises(InputError, match="there is no map 'qti'"):
-        bound.map("qti")
+    with pytest.raises(InputError, match="there is no map 'openvino'; there are recipes, tensorrt"):
+        bound.map("openvino")
+
+
+def test_updatable_tensors_of_qualcomm_are_those_that_an_adapter_changes(files, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["fc"], init_lora_weights=False)
+    peft.get_peft_model(net(2), config).save_pretrained(tmp_path / "lora")
+    bound = htp_export.bind(files[0], net(2), adapters={str(tmp_path / "lora"): 1.0})
+    [name] = bound.map("qti")["lora_weight_list"]
+    assert bound.recipes[name] in ("fc.weight", ["transpose", "fc.weight", [1, 0]])
+    # as qairt-lora-importer puts them in: keys are names of initializers, shapes are theirs
+    assert bound.arrays[name].shape == stored(files[0])[name].shape
+    everything = htp_export.bind(files[0], net(2))
+    assert set(everything.map("qti")["lora_weight_list"]) == set(everything.arrays)
+
+
+# --- initializers that sessions share ---
+
+
+@pytest.fixture(scope="module")
+def encoder_and_whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two files of one net in one folder, with their weights in data files: the whole net, and a part of it."""
+    folder = tmp_path_factory.mktemp("shared")
+    for name, model in (("whole", net(1)), ("encoder", net(1))):
+        file = folder / f"{name}.onnx"
+        htp_export.export(model, (TOKENS,), file, dynamo=True, verbose=False, external_data=True)
+    htp_export.extract(folder / "whole.onnx", "rnn", folder / "encoder.onnx")
+    return folder
+
+
+def test_shared_initializers_are_places_of_the_data_file(encoder_and_whole, tmp_path):
+    weights = net(2)
+    bound, other = (
+        htp_export.bind(encoder_and_whole / f"{name}.onnx", weights, tmp_path / f"{name}.onnx")
+        for name in ("whole", "encoder")
+    )
+    entries = bound.map("genai")["shared_initializers"]
+    assert entries
+    for each in entries:
+        content = (tmp_path / each["data_file"]).read_bytes()
+        start, length = int(each["offset"]), int(each["length"])
+        array = bound.arrays[each["name"]]
+        assert content[start : start + length] == array.tobytes()
+        assert each["shape"] == list(array.shape)
+        assert each["data_type"] == onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    shared = bound.map("genai", other)["shared_initializers"]
+    assert {each["name"] for each in shared} == set(other.recipes) & {
+        each["name"] for each in entries
+    }
+    assert shared
+    with pytest.raises(InputError, match="different weights"):
+        bound.map("genai", htp_export.bind(encoder_and_whole / "encoder.onnx", net(2)))
+    with pytest.raises(InputError, match="give bind an output"):
+        htp_export.bind(encoder_and_whole / "whole.onnx", weights).map("genai")
+
+
+def test_a_session_of_onnxruntime_takes_shared_initializers(encoder_and_whole, tmp_path):
+    """ONNX Runtime GenAI gives each entry to its sessions as an external initializer of this name."""
+    weights = net(2)
+    bound = htp_export.bind(encoder_and_whole / "whole.onnx", weights, tmp_path / "whole.onnx")
+    options, held = onnxruntime.SessionOptions(), []
+    names, values = [], []
+    for each in bound.map("genai")["shared_initializers"]:
+        data = np.fromfile(
+            tmp_path / each["data_file"],
+            onnx.helper.tensor_dtype_to_np_dtype(each["data_type"]),
+            int(np.prod(each["shape"])),
+            offset=int(each["offset"]),
+        )
+        held.append(data.reshape(each["shape"]))
+        names.append(each["name"])
+        values.append(onnxruntime.OrtValue.ortvalue_from_numpy(held[-1]))
+    options.add_external_initializers(names, values)
+    # the ONNX file alone: its data file is not read
+    (tmp_path / "alone").mkdir()
+    alone = shutil.copy(tmp_path / "whole.onnx", tmp_path / "alone")
+    session = onnxruntime.InferenceSession(alone, options)
+    [name] = [each.name for each in session.get_inputs()]
+    with torch.no_grad():
+        expected = weights(TOKENS).numpy()
+    found = session.run(None, {name: TOKENS.numpy()})[0]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_genai_reads_the_entries(encoder_and_whole, tmp_path):
+    genai = pytest.importorskip("onnxruntime_genai")
+    weights = net(2)
+    bound = htp_export.bind(encoder_and_whole / "whole.onnx", weights, tmp_path / "whole.onnx")
+    decoder = {"filename": "whole.onnx", **bound.map("genai")}
+    config = {"type": "decoder", "vocab_size": 40, "context_length": 16, "decoder": decoder}
+    (tmp_path / "genai_config.json").write_text(
+        json.dumps({"model": config, "search": {}}), encoding="utf-8"
+    )
+    genai.Config(str(tmp_path))
+    decoder["shared_initializers"][0]["data_file_"] = "x"
+    (tmp_path / "genai_config.json").write_text(
+        json.dumps({"model": config, "search": {}}), encoding="utf-8"
+    )
+    with pytest.raises(Exception, match="data_file_"):
+        genai.Config(str(tmp_path))
 
 
 def test_check_finds_a_module_that_differs(files):

@@ -43,7 +43,7 @@ FACES = {
 }
 # The other capabilities that each may import, inside of functions. There is no circle.
 MAY_IMPORT: dict[str, set[str]] = {
-    "bind": {"huggingface", "lora", "verify"},
+    "bind": {"lora", "verify"},
     "diff": {"view"},
     "export": {"huggingface", "quantize", "verify"},
     "fingerprint": {"forensics"},
@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline": {"carry", "huggingface"},
     "profile": {"verify"},
     "prune": {"quantize"},
-    "quantize": {"huggingface", "verify"},
+    "quantize": {"verify"},
     "rename": {"functions"},
     "search": {"fingerprint", "prune", "quantize", "verify"},
     "verify": {"huggingface", "optimize"},

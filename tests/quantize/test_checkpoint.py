@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import htp_export
@@ -209,7 +209,11 @@ def test_recipes_and_places_are_those_of_the_parameters(files, awq_source):
             {"first.g_idx": torch.zeros(96, dtype=torch.int32)},
             "g_idx does not assign 32 inputs to each group",
         ),
-        ("gptq", {"norm.weight": torch.zeros(7)}, "the parameters make a tensor of float32 [7]"),
+        (
+            "gptq",
+            {"norm.weight": torch.zeros(7)},
+            "'norm.weight' has shape [7], and the file was exported with [64]",
+        ),
         (
             "awq",
             {"first.qweight": torch.zeros(96, 7, dtype=torch.int32)},
@@ -269,8 +273,6 @@ def test_a_nested_block_larger_than_the_weight_takes_no_memory(tmp_path):
 
 
 def test_a_parameter_that_is_missing_and_a_layer_that_is_unknown_are_named(files, tmp_path):
-    from safetensors.torch import save_file
-
     source, _ = checkpoint(tmp_path / "source", "gptq")
     tensors = load_file(source / "model.safetensors")
     without = {name: tensor for name, tensor in tensors.items() if name != "norm.bias"}
@@ -280,6 +282,40 @@ def test_a_parameter_that_is_missing_and_a_layer_that_is_unknown_are_named(files
         with pytest.raises(htp_export.errors.InputError, match=problem):
             htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
     assert not (tmp_path / "made.onnx").exists()
+
+
+def test_the_prefix_of_a_wrapper_is_removed_from_packed_weights(files, tmp_path):
+    source, _ = checkpoint(tmp_path / "source", "awq")
+    expected = stored(htp_export.quantize(files["dynamo"], weights=source).model)
+    tensors = load_file(source / "model.safetensors")
+    save_file(
+        {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
+        source / "model.safetensors",
+    )
+    result = htp_export.quantize(files["dynamo"], weights=source)
+    assert any("'base_model.model.'" in note for note in result.notes)
+    assert stored(result.model) == expected
+
+
+def stored(model: Any) -> dict[str, bytes]:
+    return {name: each.const_value.tobytes() for name, each in model.graph.initializers.items()}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_quantized_are_bound_and_then_quantized(kind, files, tmp_path):
+    torch.manual_seed(3)
+    tuned = {name: each.to(kind) for name, each in small_net().state_dict().items()}
+    save_file(tuned, tmp_path / "model.safetensors")
+    bound = htp_export.bind(files["dynamo"], tuned)
+    expected = htp_export.quantize(bound.model, "int4")
+    for weights in (tuned, tmp_path, tmp_path / "model.safetensors"):
+        result = htp_export.quantize(files["dynamo"], "int4", weights=weights)
+        assert stored(result.model) == stored(expected.model)
+    command = ["quantize", str(files["dynamo"]), "int4", "--weights", str(tmp_path)]
+    assert main([*command, "-o", str(tmp_path / "made.onnx")]) == 0
+    assert stored(htp_export.load(tmp_path / "made.onnx").model) == stored(expected.model)
+    with pytest.raises(htp_export.errors.InputError, match="checkpoint"):
+        htp_export.quantize(files["dynamo"], "checkpoint", weights=tuned)
 
 
 def test_zero_points_of_floats_are_refused_in_operators_of_onnx(files, tmp_path):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from htp_export.capabilities.bind.fitting import Fitted, Needed, with_changes
 from htp_export.errors import InputError
+from htp_export.weights.fitting import Fitted, Needed, with_changes
 
 
 def with_adapters(fitted: Fitted, needed: Needed, adapters: Mapping[str, float]) -> Fitted:

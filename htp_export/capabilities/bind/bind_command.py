@@ -32,7 +32,9 @@ def bind_command(
     ] = True,
     form: Annotated[
         str | None,
-        typer.Option("--map", help="Print a map as JSON: recipes, tensorrt, safetensors."),
+        typer.Option(
+            "--map", help="Print a map as JSON: recipes, tensorrt, safetensors, genai, qti."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -4,28 +4,56 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.bind.fitting import Fitted, Needed, fit
-from htp_export.capabilities.bind.state_entries import Weights, read_entries
-from htp_export.editing.flattening import read_for_change
+from htp_export.capabilities.bind.engine_maps import shared_initializers, updatable_tensors
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target, files_of
-from htp_export.format.recipes import Recipe, is_exact, parameters_in, steps_in
+from htp_export.format.recipes import Recipe, parameters_in, steps_in
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
+from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
 from htp_export.reporting.columns import many
 from htp_export.runtime.arrays import Array
-from htp_export.weights.rebuilding import remade
+from htp_export.weights.fitting import Fitted, Needed, fit
+from htp_export.weights.rebuilding import rebuilt
+from htp_export.weights.state_entries import Weights, read_entries
 
-MapFormat: TypeAlias = Literal["recipes", "tensorrt", "safetensors"]
+MapFormat: TypeAlias = Literal["recipes", "tensorrt", "safetensors", "genai", "qti"]
 """The forms of `Bound.map`."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The origin of the new values: equal origins and equal recipes make equal tensors.
+
+    Attributes:
+        weights: The ``state_dict`` or module itself, or the name of the checkpoint.
+        adapters: Adapter → factor.
+    """
+
+    weights: Any
+    adapters: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, weights: Weights, adapters: Mapping[str, float] | None) -> Origin:
+        """The origin of the arguments of `bind`."""
+        if isinstance(weights, str | os.PathLike):
+            path = Path(weights)
+            weights = str(path.resolve()) if path.exists() else str(weights)
+        return cls(weights, dict(adapters or {}))
+
+    def is_that_of(self, other: Origin) -> bool:
+        """Whether two origins are the same."""
+        if isinstance(self.weights, str) or isinstance(other.weights, str):
+            return self.weights == other.weights and self.adapters == other.adapters
+        return self.weights is other.weights and self.adapters == other.adapters
+
 
 _MOST_NAMED = 3
 """Entries that a message names: the result lists all."""
@@ -65,6 +93,9 @@ class Bound(TaggedResult):
         arrays: Initializer → new array, computed when it is read, as ONNX Runtime's
             ``add_external_initializers`` and TensorRT's ``Refitter`` take them.
         recipes: Initializer → how it is made of entries.
+        adapted: Entries that adapters changed.
+        file: The file that was written.
+        origin: The origin of the new values.
         model: The model.
     """
 
@@ -76,6 +107,9 @@ class Bound(TaggedResult):
     notes: tuple[str, ...] = ()
     arrays: Mapping[str, Array] = field(repr=False, default_factory=dict)
     recipes: Mapping[str, Recipe] = field(repr=False, default_factory=dict)
+    adapted: tuple[str, ...] = field(repr=False, default=())
+    file: Path | None = field(repr=False, default=None)
+    origin: Origin = field(repr=False, default=Origin(None))
     model: ir.Model = field(repr=False, kw_only=True)
 
     @property
@@ -85,18 +119,32 @@ class Bound(TaggedResult):
         kept = f"; entries that are not bound: {left:,}" if left else ""
         return f"{many(self.tensors, 'tensor')} computed from the new weights{kept}"
 
-    def map(self, form: MapFormat = "recipes") -> dict[str, Any]:
+    def map(self, form: MapFormat = "recipes", shared_with: Bound | None = None) -> dict[str, Any]:
         """Return a map of the stored tensors, for programs that load weights into an engine themselves.
 
         Args:
             form: ``"recipes"``: initializer → its recipe (``docs/format.md``). ``"tensorrt"``:
                 initializer → the entries that it depends on; `arrays` has the values for
                 ``Refitter.set_named_weights``. ``"safetensors"``: initializer → entry, for
-                initializers that are equal to an entry.
+                initializers that are equal to an entry. ``"genai"``: ``shared_initializers`` of
+                ONNX Runtime GenAI, for tensors in the data file of the output. ``"qti"``: the names
+                of updatable tensors for Qualcomm's tools; with adapters, of those that they change.
+            shared_with: For ``"genai"``: another bound file in the same folder. Only tensors that
+                both have are listed: of the same name, shape and type, with equal recipes, from the
+                same weights.
 
         Raises:
-            InputError: There is no such form.
+            InputError: There is no such form; or for ``"genai"``, no tensor can be shared.
+
+        Examples:
+            >>> import torch, htp_export
+            >>> net = torch.nn.Linear(2, 2).eval()
+            >>> bound = htp_export.bind(htp_export.export(net, (torch.ones(1, 2),), verbose=False), net)
+            >>> bound.map("tensorrt")["weight"], bound.map("qti")
+            (['weight'], {'lora_weight_list': ['bias', 'weight']})
         """
+        if shared_with is not None and form != "genai":
+            raise InputError(f"shared_with is for the map 'genai', not for {form!r}")
         if form == "recipes":
             return dict(self.recipes)
         if form == "tensorrt":
@@ -105,7 +153,36 @@ class Bound(TaggedResult):
             }
         if form == "safetensors":
             return {name: each for name, each in self.recipes.items() if isinstance(each, str)}
-        raise InputError(f"there is no map {form!r}; there are recipes, tensorrt and safetensors")
+        if form == "genai":
+            names = self.recipes if shared_with is None else self._shared(shared_with)
+            return shared_initializers(self.file, names)
+        if form == "qti":
+            return updatable_tensors(self.recipes, self.adapted)
+        known = ", ".join(get_args(MapFormat))
+        raise InputError(f"there is no map {form!r}; there are {known}")
+
+    def _shared(self, other: Bound) -> list[str]:
+        """The initializers that another file has with the same contents."""
+        if not self.origin.is_that_of(other.origin):
+            raise InputError("genai: the files were bound to different weights")
+        folders = {None if each.file is None else each.file.parent for each in (self, other)}
+        if len(folders) > 1:
+            raise InputError("genai: both files have to be in the same folder")
+        shared: list[str] = []
+        for name, recipe in self.recipes.items():
+            if other.recipes.get(name) == recipe and self._kind(name) == other._kind(name):
+                shared.append(name)
+        if not shared:
+            raise InputError(
+                "genai: the files have no initializer of one name and recipe in common"
+            )
+        return shared
+
+    def _kind(self, name: str) -> tuple[ir.DataType, tuple[int, ...]] | None:
+        """The type and the shape of an initializer of the main graph."""
+        value = self.model.graph.initializers.get(name)
+        tensor = None if value is None else value.const_value
+        return None if tensor is None else (tensor.dtype, tuple(tensor.shape.numpy()))
 
 
 @names_model_faults("model")
@@ -167,22 +244,33 @@ def bind(
     check_target(output, reads=_files_read(weights, adapters))
     if check is not None and not hasattr(weights, "forward"):
         raise InputError("check runs the module that has the weights: give an nn.Module as weights")
-    tagged = read_for_change(model)
+    # Functions stay: they contain no stored tensors.
+    tagged = load(model)
+    if not isinstance(model, str | os.PathLike):
+        tagged = tagged.clone()
     tagged.require_exact_tags()
     external = has_external_data(tagged.model)
     needed = Needed.of(tagged)
     fitted = fit(read_entries(weights), needed, cast=cast)
+    adapted: tuple[str, ...] = ()
     if adapters:
         from htp_export.capabilities.bind.adapters import with_adapters
 
+        before = fitted.tensors
         fitted = with_adapters(fitted, needed, adapters)
-    tensors, unbound = _made(needed, fitted)
+        adapted = tuple(name for name in before if fitted.tensors[name] is not before[name])
+    tensors, unbound = _made(tagged, needed, fitted)
     if strict:
         _refuse(fitted, unbound)
     for value, tensor in tensors.items():
         value.const_value = tensor
     tagged.refresh()
-    bound = _result(tagged, needed, fitted, tensors, unbound)
+    bound = replace(
+        _result(tagged, needed, fitted, tensors, unbound),
+        adapted=adapted,
+        file=None if output is None else Path(output),
+        origin=Origin.of(weights, adapters),
+    )
     if check is not None:
         _check(weights, check, tagged)
     if output is not None:
@@ -200,48 +288,16 @@ def _files_read(weights: Weights, adapters: Mapping[str, float] | None) -> list[
 
 
 def _made(
-    needed: Needed, fitted: Fitted
-) -> tuple[dict[ir.Value, ir.TensorProtocol], dict[str, str]]:
+    tagged: TaggedModel, needed: Needed, fitted: Fitted
+) -> tuple[Mapping[ir.Value, ir.TensorProtocol], dict[str, str]]:
     """Return the new tensors, and for each entry that cannot be bound the reason."""
-    tensors: dict[ir.Value, ir.TensorProtocol] = {}
+    made = rebuilt(tagged, fitted.tensors, fitted.unfit)
     unbound: dict[str, str] = {}
-    for value, recipe in needed.recipes.items():
-        names = list(dict.fromkeys(parameters_in(recipe)))
-        why = _why_not(value, recipe, names, fitted)
-        if why:
-            # A recipe without entries keeps the name of the tensor.
-            unbound.update(dict.fromkeys(names or [f"initializer {value.name!r}"], why))
-        else:
-            assert value.const_value is not None
-            tensors[value] = remade(value.const_value, recipe, fitted.tensors)
-    return tensors, unbound
-
-
-def _why_not(value: ir.Value, recipe: Recipe, names: list[str], fitted: Fitted) -> str:
-    """Return the reason why a stored tensor cannot be computed; empty if it can."""
-    if not is_exact(recipe):
-        assert isinstance(recipe, list)
-        return f"initializer {value.name!r} was computed in a way that cannot be repeated: {recipe[-1]}"
-    for name in names:
-        if name in fitted.unfit:
-            return f"{name!r} {fitted.unfit[name]}"
-        if name not in fitted.tensors:
-            return f"the weights have no {name!r}"
-    return _differing(value, recipe, fitted.tensors)
-
-
-def _differing(value: ir.Value, recipe: Recipe, tensors: Mapping[str, ir.TensorProtocol]) -> str:
-    """Return the reason if entries that share one stored tensor differ in the new weights; otherwise empty."""
-    assert value.const_value is not None
-    for made in steps_in(recipe):
-        if made[0] != "equal":
-            continue
-        try:
-            remade(value.const_value, made, tensors).numpy()
-        except InputError:
-            listed = " and ".join(map(repr, dict.fromkeys(parameters_in(made))))
-            return f"{listed} were equal at the export and share one tensor of the file; they differ now"
-    return ""
+    for value, why in made.unknown.items():
+        names = list(parameters_in(needed.recipes[value]))
+        # A recipe without entries keeps the name of the tensor.
+        unbound.update(dict.fromkeys(names or [f"initializer {value.name!r}"], why))
+    return made.tensors, unbound
 
 
 def _refuse(fitted: Fitted, unbound: Mapping[str, str]) -> None:

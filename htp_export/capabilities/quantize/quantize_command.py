@@ -84,7 +84,8 @@ def quantize_command(
     ] = None,
     share_weights: ShareOption = False,
     weights: Annotated[
-        Path | None, "A quantized checkpoint (GPTQ, AWQ, bitsandbytes, GGUF): packed weights."
+        str | None,
+        "A checkpoint, as of bind: GPTQ, AWQ, bitsandbytes and GGUF stay packed, others are quantized.",
     ] = None,
     strict: Annotated[
         bool, "Refuse the plan if a node, or the bias of one, would stay as it is."
@@ -105,10 +106,10 @@ def quantize_command(
         check_output(output, Kind.MODEL if plan_for is None else Kind.JSON)
     elif not dry_run and plan_for is None:
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
-    if plan is None and not rule and plan_for is None:
-        plan = "auto" if weights is None else CHECKPOINT
     named = PRECISIONS if weights is None else (*PRECISIONS, CHECKPOINT)
-    rules = read_rules(plan, rule, "PRECISION", named=named)
+    rules: dict[str, Any] | str = "auto"
+    if plan is not None or rule or plan_for is not None:
+        rules = read_rules(plan, rule, "PRECISION", named=named)
     if plan_for is not None:
         _write_plan(file, rules, output, plan_for, table.as_json)
         return
@@ -135,7 +136,7 @@ def quantize_command(
 
 
 def _write_plan(
-    file: Path, rules: dict[str, Any], output: Path | None, tool: str, as_json: bool
+    file: Path, rules: dict[str, Any] | str, output: Path | None, tool: str, as_json: bool
 ) -> None:
     """Write a plan as a file for another tool."""
     from htp_export.capabilities.quantize.plan_exporting import export_plan

@@ -19,7 +19,7 @@ from htp_export.capabilities.quantize.choosing import (
     reasons_why_not,
 )
 from htp_export.capabilities.quantize.method import CHECKPOINT, Precision
-from htp_export.capabilities.quantize.methods.checkpoint import checkpoint_precision, with_numbers
+from htp_export.capabilities.quantize.methods.checkpoint import LoadedWeights
 from htp_export.capabilities.quantize.ort_quantizers import raised_by_tool, tool_error
 from htp_export.capabilities.quantize.precisions import PRECISIONS, precisions_of
 from htp_export.capabilities.quantize.quantized import (
@@ -48,6 +48,7 @@ from htp_export.runtime.processors import saturates
 from htp_export.runtime.runner import Metric
 from htp_export.runtime.samples import Samples
 from htp_export.runtime.settings import RunSettings
+from htp_export.weights.state_entries import Weights
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def quantize(
     check: bool = False,
     external_data: str | None = None,
     share_weights: bool = False,
-    weights: str | os.PathLike[str] | None = None,
+    weights: Weights | None = None,
     strict: bool = False,
 ) -> Quantized:
     """Give modules other precisions, and keep the module tags.
@@ -113,9 +114,9 @@ def quantize(
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
         share_weights: Leave external weights in the data file of another model in the folder of
             ``output``, and write no copy. If that file changes, ``output`` cannot be read any more.
-        weights: A quantized checkpoint (GPTQ, AWQ, ...): its values replace those of the model, and
-            packed matrices stay packed. Its precision is called ``checkpoint``; without a plan, the
-            whole model has it.
+        weights: A checkpoint in any form that `bind` reads: its values replace those of the model.
+            Of a quantized one (GPTQ, AWQ, ...), packed matrices stay packed: this precision is
+            called ``checkpoint``, and without a plan, the whole model has it.
         strict: Raise an error if a node, or its bias, would stay as it is.
 
     Returns:
@@ -151,14 +152,16 @@ def quantize(
     if not dry_run:
         _check_metric(rules.values(), metric, validation)
         original.require_exact_tags()
-    if request.checkpoint is not None:
+    if request.weights is not None:
         # all parameters, not only the packed matrices: AWQ changes norms, too
-        original = with_numbers(original, request.checkpoint)
+        original = request.weights.loaded_into(original)
     auto = AutoPrecision(original, settings)
     choice = choose(original, auto.rules(rules))
     if strict:
         _refuse_unsuited(choice)
     notes = [*auto.notes, *_notes(choice)]
+    if request.weights is not None:
+        notes += request.weights.fitted.notes
     if dry_run:
         return _result(choice, choice.predicted(), notes)
 
@@ -200,31 +203,31 @@ class _Request:
         tagged: The model without functions, in an opset in which every precision of the plan can be
             written.
         rules: Selector → precision.
-        checkpoint: The precision of the packed weights; None without ``weights``.
+        weights: The entries of ``weights``; None without them.
     """
 
     tagged: TaggedModel
     rules: Mapping[str, Precision]
-    checkpoint: Precision | None
+    weights: LoadedWeights | None
 
 
 def _read_request(
     model: ModelSource,
     plan: Mapping[str, Any] | str,
-    weights: str | os.PathLike[str] | None,
+    weights: Weights | None,
 ) -> _Request:
-    checkpoint = None
+    loaded = None
     if weights is None:
         # first the plan: a fault in it is found without reading the model
         rules = precisions_of(plan)
         flat = read_flat(model)
     else:
         flat = read_flat(model)
-        checkpoint = checkpoint_precision(weights, flat)
-        named = {**PRECISIONS, CHECKPOINT: checkpoint}
-        rules = precisions_of(CHECKPOINT if plan == "auto" else plan, named)
+        loaded = LoadedWeights.of(weights, flat)
+        named = {**PRECISIONS, **loaded.precisions}
+        rules = precisions_of(CHECKPOINT if plan == "auto" and loaded.packed else plan, named)
     opsets = [precision.how.first_opset for precision in rules.values()]
-    return _Request(raised(flat, max(opsets, default=1)), rules, checkpoint)
+    return _Request(raised(flat, max(opsets, default=1)), rules, loaded)
 
 
 def _refuse_unsuited(choice: PrecisionChoice) -> None:

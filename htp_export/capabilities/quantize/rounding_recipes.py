@@ -18,7 +18,7 @@ from htp_export.format.recipes import CONSTANT, NO_AXIS, Recipe, step
 from htp_export.model.neighbours import producer_of
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
-from htp_export.weights.rounding import linear_schemes, rounded
+from htp_export.weights.rounding import linear_schemes, rounding
 
 Weights = Mapping[str, tuple[Recipe, ir.TensorProtocol]]
 
@@ -167,7 +167,8 @@ def _scheme(array: Array, parts: Mapping[str, ir.Value]) -> list[Any] | None:
                 part: each.take(channels, axis) if part == "levels" else each.reshape(-1)[channels]
                 for part, each in found.items()
             }
-        if all(_is_same(rounded(sample, [part, *scheme]), each) for part, each in expected.items()):
+        made = rounding(sample, scheme)
+        if all(_is_same(made.part(part), each) for part, each in expected.items()):
             return scheme
     return None
 

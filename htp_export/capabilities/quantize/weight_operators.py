@@ -23,7 +23,7 @@ from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.weights.products import changed_when_written, is_matrix_product, weight_axes
 from htp_export.weights.rebuilding import unpacked
-from htp_export.weights.rounding import rounded
+from htp_export.weights.rounding import Roundings, rounding
 
 FIRST_BLOCKS = 21
 """The first opset in which ``DequantizeLinear`` has blocks, and ONNX has integers of 4 bits."""
@@ -280,10 +280,10 @@ def _by_channel(
 ) -> ir.Value:
     """Insert a ``DequantizeLinear`` of a weight with a scale for each channel."""
     shape = tuple(int(size) for size in tensor.shape.numpy())
-    scheme = ["channels", channels]
+    parts = _Parts(graph, weight, ["channels", channels])
     stored = [
-        _rounded(graph, weight, "Q8", ["levels", *scheme], ir.DataType.INT8, shape),
-        _rounded(graph, weight, "scales", ["scales", *scheme], tensor.dtype, (shape[channels],)),
+        parts.add("Q8", "levels", ir.DataType.INT8, shape),
+        parts.add("scales", "scales", tensor.dtype, (shape[channels],)),
     ]
     result = ir.Value(
         name=f"{weight.name}_dequantized", type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape)
@@ -301,16 +301,14 @@ def _by_block(
     """Add initializers for the levels, scales and zero points of the rows of a table."""
     rows, columns = (int(length) for length in tensor.shape.numpy())
     blocks = (rows, -(-columns // size))
-    scheme = ["rows", 8, size, int(symmetric)]
-    kind = ir.DataType.UINT8
+    parts = _Parts(graph, weight, ["rows", 8, size, int(symmetric)])
     stored = [
-        _rounded(graph, weight, "Q8", ["levels", *scheme], kind, (rows, columns)),
-        _rounded(graph, weight, "scales", ["scales", *scheme], tensor.dtype, blocks),
+        parts.add("Q8", "levels", ir.DataType.UINT8, (rows, columns)),
+        parts.add("scales", "scales", tensor.dtype, blocks),
     ]
     # Without zero points, the operator takes the middle of the range.
     if not symmetric:
-        points = _rounded(graph, weight, "zero_points", ["zero_points", *scheme], kind, blocks)
-        stored.append(points)
+        stored.append(parts.add("zero_points", "zero_points", ir.DataType.UINT8, blocks))
     return stored
 
 
@@ -322,27 +320,28 @@ def _look_up(graph: ir.Graph, node: ir.Node, stored: list[ir.Value], block_size:
     graph.opset_imports.setdefault("com.microsoft", 1)
 
 
-def _rounded(
-    graph: ir.Graph,
-    weight: ir.Value,
-    end: str,
-    scheme: list[Any],
-    dtype: ir.DataType,
-    shape: tuple[int, ...],
-) -> ir.Value:
-    """Add an initializer for a rounded part of a weight, computed when it is written."""
-    source = weight.const_value
-    assert source is not None
+class _Parts:
+    """The parts of a rounded weight as initializers, computed when they are written, and only once."""
 
-    def read() -> ir.TensorProtocol:
-        return ir.Tensor(rounded(source.numpy(), scheme), dtype=dtype)
+    def __init__(self, graph: ir.Graph, weight: ir.Value, scheme: list[Any]) -> None:
+        self._graph, self._weight, self._scheme = graph, weight, scheme
+        self._roundings = Roundings()
 
-    name = f"{weight.name}_{end}"
-    tensor = ir.LazyTensor(read, dtype, ir.Shape(shape), name=name)
-    recipe = step("round", recipe_of(weight), scheme)
-    kind = ir.TensorType(dtype)
-    value = ir.Value(
-        name=name, type=kind, shape=ir.Shape(shape), const_value=recorded(tensor, recipe)
-    )
-    graph.register_initializer(value)
-    return value
+    def add(self, end: str, part: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
+        """Add the initializer of a part; ``end`` is the end of its name."""
+        source, scheme, roundings = self._weight.const_value, self._scheme, self._roundings
+        assert source is not None
+
+        def read() -> ir.TensorProtocol:
+            array = roundings.part("", part, lambda: rounding(source.numpy(), scheme))
+            return ir.Tensor(array, dtype=dtype)
+
+        name = f"{self._weight.name}_{end}"
+        tensor = ir.LazyTensor(read, dtype, ir.Shape(shape), name=name)
+        recipe = step("round", recipe_of(self._weight), [part, *scheme])
+        kind = ir.TensorType(dtype)
+        value = ir.Value(
+            name=name, type=kind, shape=ir.Shape(shape), const_value=recorded(tensor, recipe)
+        )
+        self._graph.register_initializer(value)
+        return value

@@ -119,7 +119,8 @@ class DynamoCapture(Guarded):
         }
         inputs = list(model.graph.inputs)
         outputs = list(model.graph.outputs)
-        weights = MadeWeights(model.graph, nodes, frozenset(state))
+        functions = model.functions.values()
+        weights = MadeWeights(model.graph, nodes, frozenset(state), functions)
         self._first = _FirstGraph(
             model.graph, operations, inputs, outputs, equal, call_tensors, weights
         )

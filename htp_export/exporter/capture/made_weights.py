@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -15,11 +15,21 @@ from htp_export.exporter.capture.torchscript_internals import (
     numbers_of_inputs,
     numbers_of_outputs,
 )
-from htp_export.format.recipes import CONSTANT, Recipe
-from htp_export.model.recipes import batchnorm_folded, folded, follow, merged, recorded
-from htp_export.shapes.operator_kinds import is_standard
+from htp_export.format.bounds import MOST_DIMENSIONS
+from htp_export.format.recipes import CONSTANT, Recipe, step
+from htp_export.model.recipes import (
+    FOLDED_BY_NUMPY,
+    batchnorm_folded,
+    folded,
+    follow,
+    known_beginning,
+    merged,
+    recorded,
+)
+from htp_export.shapes.operator_kinds import RESHAPING, is_standard
 
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
+_OPTIMIZER = "torch's optimizer"
 
 
 class _Folding(NamedTuple):
@@ -35,6 +45,7 @@ class MadeWeights:
     """Recipes of the constant tensors in a graph as torch translated it.
 
     ``nodes`` have producers before consumers; initializers that are not in ``state`` are constants.
+    ``functions`` are those that torch inlines later: their constants become initializers of the graph.
     """
 
     def __init__(
@@ -42,6 +53,7 @@ class MadeWeights:
         graph: ir.Graph,
         nodes: Sequence[ir.Node],
         state: Collection[str],
+        functions: Iterable[ir.Function] = (),
     ) -> None:
         self.known: dict[ir.Value, Recipe] = {}
         for value in graph.initializers.values():
@@ -49,7 +61,12 @@ class MadeWeights:
             self.known[value] = name if name in state else CONSTANT
         self._state = state
         self._foldings = list[_Folding]()
-        follow(graph, nodes, self.known)
+        follow(graph, nodes, self.known, FOLDED_BY_NUMPY)
+        self._names_in_functions: set[str] = set()
+        for function in functions:
+            inside: dict[ir.Value, Recipe] = {}
+            follow(function.graph, function, inside)
+            self._names_in_functions.update(str(value.name) for value in inside)
         for node in nodes:
             if not is_standard(node, "BatchNormalization"):
                 continue
@@ -113,11 +130,20 @@ class MadeWeights:
 
     def _write(self, value: ir.Value, recipes: list[Recipe] | None) -> None:
         assert value.const_value is not None
-        if recipes is None and value.name in self._state:
-            recipes = [["computed", str(value.name), "torch's optimizer"]]
-        recipe = None if recipes is None else merged(recipes)
-        if recipe is not None and recipe != value.name:
+        if recipes is None:
+            recipes = [self._recipe_of_new(str(value.name))]
+        recipe = merged(recipes)
+        if recipe != value.name:
             value.const_value = recorded(value.const_value, recipe)
+
+    def _recipe_of_new(self, name: str) -> Recipe:
+        """The recipe of an initializer that replaces no value of the translated graph."""
+        if name in self._state:
+            return step("computed", name, _OPTIMIZER)
+        # Inlining adds a number to the name; the constants of a function depend on none of its inputs.
+        if known_beginning(name, self._names_in_functions) is not None:
+            return CONSTANT
+        return step("computed", _OPTIMIZER)
 
 
 def _column_of(layer: ir.Node, rank: int) -> list[int]:
@@ -185,12 +211,28 @@ class JitWeights:
         if all(number in self._known for number in inputs):
             for place, output in enumerate(outputs):
                 self._known[output] = self._result(step, node, place)
+            self._add_contents(step, node)
         elif step.kind == "Conv":
             self._convolutions[outputs[0]] = step
         elif step.kind == "BatchNormalization":
             layer = self._convolutions.get(inputs[0])
             if layer is not None:
                 self._fold(layer, step)
+
+    def _add_contents(self, step: JitStep, node: Any) -> None:
+        """Compute a small argument of another operator: a trace joins its starts, ends and sizes of numbers."""
+        # of an operator that changes the shape, the other inputs are axes or sizes
+        inputs = step.inputs[:1] if step.kind in RESHAPING else step.inputs
+        operands = [self._contents[number] for number in inputs if number in self._contents]
+        is_small = all(each.numel() <= MOST_DIMENSIONS for each in operands)
+        if len(operands) < len(inputs) or not is_small:
+            return
+        sizes = getattr(node.outputsAt(0).type(), "sizes", lambda: None)()
+        if step.kind in RESHAPING and sizes is not None:
+            self._contents[step.outputs[0]] = operands[0].reshape(sizes)
+        elif step.kind == "Concat" and all(each.dim() == 1 for each in operands):
+            joined = [number for each in operands for number in each.tolist()]
+            self._contents[step.outputs[0]] = operands[0].new_tensor(joined)
 
     def _result(self, step: JitStep, node: Any, place: int) -> Recipe:
         operands = [self._known[number] for number in step.inputs]
@@ -272,7 +314,7 @@ class JitWeights:
         if (output, position) in self._read:
             return self._known[self._read[output, position]]
         if name in self._state:
-            return ["computed", name, "torch's optimizer"]
+            return step("computed", name, _OPTIMIZER)
         return None
 
 

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from htp_export.capabilities.huggingface.packed.weights import (
+from htp_export.errors import FileError
+from htp_export.files.checkpoint import read_checkpoint
+from htp_export.files.text_files import read_json
+from htp_export.format.json_text import parse_json
+from htp_export.runtime.arrays import from_torch
+from htp_export.weights.packed import (
     Array,
     Coded,
     Layer,
@@ -25,11 +30,6 @@ from htp_export.capabilities.huggingface.packed.weights import (
     integers_in,
     module_of,
 )
-from htp_export.errors import FileError
-from htp_export.files.checkpoint import read_checkpoint
-from htp_export.files.text_files import read_json
-from htp_export.format.json_text import parse_json
-from htp_export.runtime.arrays import from_torch
 
 Tensors = Callable[[str], Array]
 """Function that reads a tensor of a module by its name within the module."""
@@ -311,7 +311,8 @@ def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
         module = module_of(name)
         by_module[module][name.removeprefix(f"{module}.")] = shape
     layers: dict[str, Layer] = {}
-    others: dict[str, Any] = {}
+    others: dict[str, Callable[[], Array]] = {}
+    large: dict[str, tuple[int, ...]] = {}
     for module, shapes in by_module.items():
         prefix = f"{module}." if module else ""
         read = functools.partial(_tensor, checkpoint.files, prefix)
@@ -326,9 +327,12 @@ def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
         names = shapes.keys() if layer is None else shapes.keys() & {"bias"}
         for name in names:
             others[f"{prefix}{name}"] = functools.partial(read, name)
+            # Tables and heads are not read before they are needed; counters and masks are smaller.
+            if name == "weight":
+                large[f"{prefix}{name}"] = shapes[name]
     if not layers:
         raise FileError(path, f"has no weights of {method}")
-    return PackedCheckpoint(path, method, layers, others)
+    return PackedCheckpoint(path, method, layers, others, large)
 
 
 def _quantization(folder: Path) -> Mapping[str, Any]:

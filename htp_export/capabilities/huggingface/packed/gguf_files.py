@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from htp_export.capabilities.huggingface.packed.gguf_header import check_gguf_header
-from htp_export.capabilities.huggingface.packed.weights import (
+from htp_export.errors import FileError, described
+from htp_export.extras import required
+from htp_export.weights.packed import (
     Array,
     Layer,
     Packed,
     PackedCheckpoint,
     integers_in,
 )
-from htp_export.errors import FileError, described
-from htp_export.extras import required
 
 _Parts = tuple[Array, Array, "Array | None"]
 """The levels of blocks, their scales, and their zero points, None for the middle of the levels."""

@@ -7,9 +7,9 @@ Runtime's ``g_idx`` is deprecated.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -28,12 +28,11 @@ from htp_export.errors import InputError
 from htp_export.format.recipes import Recipe, parameters_in, step
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
+from htp_export.weights.fitting import Fitted, Needed, fit
+from htp_export.weights.packed import Coded, Packed, PackedCheckpoint
 from htp_export.weights.products import is_matrix_product
 from htp_export.weights.rebuilding import rebuilt
-
-if TYPE_CHECKING:
-    from htp_export.capabilities.huggingface.packed.weights import Coded, Packed, PackedCheckpoint
-
+from htp_export.weights.state_entries import Weights, read_entries
 
 _TRANSPOSED = [1, 0]
 """The axes of a transposed matrix."""
@@ -183,54 +182,66 @@ def _replace(
     graph.opset_imports.setdefault("com.microsoft", 1)
 
 
-def checkpoint_precision(weights: str | os.PathLike[str], tagged: TaggedModel) -> Precision:
-    """The precision of a quantized checkpoint, of which only the headers are read.
+@dataclass(frozen=True)
+class LoadedWeights:
+    """The weights of a checkpoint for a model.
 
-    A tied parameter that the checkpoint contains once is found by both of its names.
+    Attributes:
+        source: Their origin, for messages.
+        fitted: The entries by the names of the model.
+        packed: The checkpoint by the names of the model, if its weights are quantized.
+        surplus: Packed weights that the model does not have.
     """
-    from htp_export.capabilities.huggingface.packed.checkpoints import read_packed
 
-    checkpoint = read_packed(weights)
-    aliases: dict[str, str] = {}
-    for parameter in (tagged.declared or {}).values():
-        name, tied = parameter.name, parameter.tied
-        if tied and tied in checkpoint and name not in checkpoint:
-            aliases[name] = tied
-        elif tied and name in checkpoint and tied not in checkpoint:
-            aliases[tied] = name
-    options = {"checkpoint": checkpoint.also(aliases)}
-    return Precision(CHECKPOINT, CHECKPOINT, weight="int4", options=options)
+    source: str
+    fitted: Fitted
+    packed: PackedCheckpoint | None
+    surplus: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, weights: Weights, tagged: TaggedModel) -> LoadedWeights:
+        """Read a checkpoint; values are read when they are needed."""
+        entries = read_entries(weights)
+        fitted = fit(entries, Needed.of(tagged), cast=True)
+        if entries.packed is None:
+            return cls(entries.source, fitted, None)
+        packed = entries.packed.renamed(fitted.origins)
+        known = frozenset(fitted.origins.values())
+        surplus = tuple(name for name in entries.packed.layers if name not in known)
+        return cls(entries.source, fitted, packed, surplus)
 
-def with_numbers(tagged: TaggedModel, precision: Precision) -> TaggedModel:
-    """A copy of a model with the dequantized parameters of the checkpoint, computed lazily.
+    @property
+    def precisions(self) -> Mapping[str, Precision]:
+        """The precision of packed weights by its name; empty if the weights are not quantized."""
+        if self.packed is None:
+            return {}
+        options = {"checkpoint": self.packed}
+        return {CHECKPOINT: Precision(CHECKPOINT, CHECKPOINT, weight="int4", options=options)}
 
-    All parameters are replaced, because AWQ changes norms, too. Buffers that the checkpoint does not
-    contain stay.
+    def loaded_into(self, tagged: TaggedModel) -> TaggedModel:
+        """A copy of a model with these weights, dequantized, computed lazily.
 
-    Raises:
-        InputError: The checkpoint lacks a parameter, or has it in another shape.
-    """
-    checkpoint: Any = precision.options["checkpoint"]
-    copy = tagged.clone()
-    new = rebuilt(copy, checkpoint)
-    for value, why in new.unknown.items():
-        names = list(parameters_in(recipe_of(value)))
-        missing = [name for name in names if name not in checkpoint]
-        declared = [name for name in missing if name in (copy.declared or {})]
-        if declared:
+        All parameters are replaced, because AWQ changes norms, too. Buffers that the checkpoint does
+        not contain stay.
+
+        Raises:
+            InputError: The checkpoint lacks a parameter, has it in another shape, or has packed
+                weights that the model does not have.
+        """
+        copy = tagged.clone()
+        declared, missing = copy.declared or {}, frozenset(self.fitted.missing)
+        absent = next((name for name in self.fitted.missing if name in declared), None)
+        if absent is not None:
+            raise InputError(f"{self.source} has no {absent!r}, that the file was exported from")
+        made = rebuilt(copy, self.fitted.tensors, self.fitted.unfit)
+        for value, why in made.unknown.items():
+            names = set(parameters_in(recipe_of(value)))
+            if not names <= missing:
+                raise InputError(f"{self.source}: {why}")
+        if self.surplus:
             raise InputError(
-                f"{checkpoint.path} has no {declared[0]!r}, which initializer {value.name!r} is made of"
+                f"{self.source} has {self.surplus[0]!r}, and the model has no such parameter"
             )
-        if names and not missing:
-            raise InputError(
-                f"initializer {value.name!r} cannot be made of {names[0]!r} of the checkpoint: {why}"
-            )
-    for value, tensor in new.tensors.items():
-        value.const_value = tensor
-    for layer in checkpoint.layers:
-        if copy.declared is not None and layer not in copy.declared:
-            raise InputError(
-                f"{checkpoint.path} has {layer!r}, and the model has no such parameter"
-            )
-    return copy.refresh()
+        for value, tensor in made.tensors.items():
+            value.const_value = tensor
+        return copy.refresh()

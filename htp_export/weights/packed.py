@@ -138,9 +138,15 @@ class PackedCheckpoint(Mapping[str, Array]):
     """
 
     def __init__(
-        self, path: Path, kind: str, layers: Mapping[str, Layer], others: Mapping[str, Any]
+        self,
+        path: Path,
+        kind: str,
+        layers: Mapping[str, Layer],
+        others: Mapping[str, Callable[[], Array]],
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.path, self.kind, self.layers, self._others = path, kind, layers, others
+        self._shapes = shapes or {}
 
     def __getitem__(self, name: str) -> Array:
         """The values of a parameter; a `KeyError` if the checkpoint has none of this name."""
@@ -155,15 +161,18 @@ class PackedCheckpoint(Mapping[str, Array]):
     def __len__(self) -> int:
         return len({*self.layers, *self._others})
 
-    def also(self, names: Mapping[str, str]) -> PackedCheckpoint:
-        """A checkpoint with more names: new name → name in this checkpoint."""
-        layers, others = dict(self.layers), dict(self._others)
-        for new, name in names.items():
-            if name in self.layers:
-                layers[new] = self.layers[name]
-            if name in self._others:
-                others[new] = self._others[name]
-        return PackedCheckpoint(self.path, self.kind, layers, others)
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a floating-point parameter, from the header; None if it has to be read."""
+        if name in self.layers:
+            return self.layers[name].shape
+        return self._shapes.get(name)
+
+    def renamed(self, names: Mapping[str, str]) -> PackedCheckpoint:
+        """A checkpoint with other names: new name → name in this checkpoint."""
+        layers = {new: self.layers[name] for new, name in names.items() if name in self.layers}
+        others = {new: self._others[name] for new, name in names.items() if name in self._others}
+        shapes = {new: self._shapes[name] for new, name in names.items() if name in self._shapes}
+        return PackedCheckpoint(self.path, self.kind, layers, others, shapes)
 
     def packed(self, name: str) -> Packed | Coded:
         """The packed weight of a parameter; a `FileError` if its tensors do not fit together."""

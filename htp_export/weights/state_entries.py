@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import onnx_ir as ir
 
+from htp_export.discovery import providers
 from htp_export.errors import FileError, InputError
 from htp_export.files.checkpoint import Checkpoint, read_checkpoint
-from htp_export.runtime.arrays import from_torch
+from htp_export.weights.packed import PackedCheckpoint
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +24,6 @@ Weights: TypeAlias = "Mapping[str, Any] | torch.nn.Module | str | os.PathLike[st
 (GPTQ, AWQ, bitsandbytes, GGUF), or a hub id."""
 
 
-_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
-"""Ends of files: a name with one of them is no hub id. Pickles are refused when they are read."""
-
-
 @dataclass(frozen=True)
 class StateEntries:
     """The entries of a ``state_dict``.
@@ -34,10 +31,12 @@ class StateEntries:
     Attributes:
         source: The origin of the entries, for messages.
         tensors: Name → tensor; the values are read on access.
+        packed: The checkpoint, if its weights are quantized; ``tensors`` has them dequantized.
     """
 
     source: str
     tensors: Mapping[str, ir.TensorProtocol]
+    packed: PackedCheckpoint | None = None
 
 
 def read_entries(weights: Weights) -> StateEntries:
@@ -75,28 +74,24 @@ def _of_mapping(state: Mapping[str, Any]) -> dict[str, ir.TensorProtocol]:
 
 
 def _of_path(name: str) -> StateEntries:
-    from htp_export.capabilities.huggingface.packed.checkpoints import is_packed, read_packed
-
-    path = Path(name)
-    if is_packed(path):
-        packed = read_packed(path)
-        return StateEntries(name, {key: _of_packed(packed, key) for key in packed})
-    if path.exists() or path.suffix in _FILES:
-        return StateEntries(name, _of_checkpoint(read_checkpoint(path)))
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise FileError(path, "is missing")
-    from htp_export.capabilities.huggingface.sources import Source
-    from htp_export.capabilities.huggingface.streaming import find_checkpoint
-
-    return StateEntries(name, _of_checkpoint(find_checkpoint(Source(name), None)))
+    for each in providers("checkpoints"):
+        found = each.find(name)
+        if isinstance(found, PackedCheckpoint):
+            tensors = {key: _of_packed(found, key) for key in found}
+            return StateEntries(name, tensors, found)
+        if found is not None:
+            return StateEntries(name, _of_checkpoint(found))
+    return StateEntries(name, _of_checkpoint(read_checkpoint(name)))
 
 
-def _of_packed(packed: Any, name: str) -> ir.TensorProtocol:
+def _of_packed(packed: PackedCheckpoint, name: str) -> ir.TensorProtocol:
     """Return an entry of a quantized checkpoint in float32; matrices are dequantized on access."""
-    if name not in packed.layers:
+    shape = packed.shape_of(name)
+    if shape is None:
         return ir.tensor(packed[name])
-    shape = ir.Shape(packed.layers[name].shape)
-    return ir.LazyTensor(lambda: ir.tensor(packed[name]), ir.DataType.FLOAT, shape, name=name)
+    return ir.LazyTensor(
+        lambda: ir.tensor(packed[name]), ir.DataType.FLOAT, ir.Shape(shape), name=name
+    )
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, ir.TensorProtocol]:
@@ -139,6 +134,7 @@ def _kind(file: Path, name: str, kind: str) -> ir.DataType:
 
 
 def _read(checkpoint: Checkpoint, opened: Any, name: str) -> ir.TensorProtocol:
+    from onnx_ir.tensor_adapters import TorchTensor
     from safetensors import SafetensorError
 
     checkpoint.check()
@@ -148,4 +144,4 @@ def _read(checkpoint: Checkpoint, opened: Any, name: str) -> ir.TensorProtocol:
         raise FileError(
             checkpoint.files[name], f"tensor {name!r} cannot be read: {error}"
         ) from error
-    return ir.Tensor(from_torch(tensor), name=name)
+    return TorchTensor(tensor, name=name)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from htp_export.capabilities.bind.state_entries import StateEntries
 from htp_export.errors import InputError, nearest_names
 from htp_export.format.parameters import Declared
 from htp_export.format.recipes import Recipe, operands_of, parameters_in
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.rebuilding import recipes_of_stored
+from htp_export.weights.state_entries import StateEntries
 
 _PREFIXES = ("model.", "module.", "_orig_mod.", "base_model.model.")
 """Prefixes that a wrapper puts in front of all names: transformers' heads, DataParallel, torch.compile, PEFT."""
@@ -73,6 +73,7 @@ class Fitted:
 
     Attributes:
         tensors: Entry → tensor, in the type that the parameter had at the export.
+        origins: Entry → its name in the weights.
         missing: Needed entries that the weights do not have.
         unexpected: Entries of the weights that are no parameter of the model.
         unfit: Entry → the reason why it cannot be used: its shape or its type.
@@ -80,6 +81,7 @@ class Fitted:
     """
 
     tensors: Mapping[str, ir.TensorProtocol]
+    origins: Mapping[str, str]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     unfit: Mapping[str, str] = field(default_factory=dict)
@@ -115,16 +117,18 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
     Raises:
         InputError: If no entry has the name of one that the model needs.
     """
-    named, note = _named(entries, needed)
+    origin_of, note = _named(entries, needed)
     tensors: dict[str, ir.TensorProtocol] = {}
+    origins: dict[str, str] = {}
     missing: list[str] = []
     unfit: dict[str, str] = {}
     casts: dict[tuple[ir.DataType, ir.DataType], int] = {}
     for name in needed.names:
-        tensor = named.get(name) or _of_tied(named, needed, name)
-        if tensor is None:
+        origin = origin_of.get(name) or _of_tied(origin_of, needed, name)
+        if origin is None:
             missing.append(name)
             continue
+        tensor = entries.tensors[origin]
         declared = needed.declared.get(name)
         shape = tuple(tensor.shape.numpy())
         if declared is not None and shape != declared.shape:
@@ -132,6 +136,7 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
                 f"has shape {list(shape)}, and the file was exported with {list(declared.shape)}"
             )
             continue
+        origins[name] = origin
         wanted = needed.kinds.get(name, _usual(tensor.dtype))
         if tensor.dtype == wanted:
             tensors[name] = tensor
@@ -143,13 +148,13 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
     known = {*needed.names, *needed.declared}
     unexpected = tuple(
         name
-        for name, tensor in named.items()
-        if name not in known and not needed.may_be_buffer(name, tensor)
+        for name, origin in origin_of.items()
+        if name not in known and not needed.may_be_buffer(name, entries.tensors[origin])
     )
     notes = [note] if note else []
     for (kind, wanted), count in casts.items():
         notes.append(f"{count} entries are converted from {kind.name} to {wanted.name}")
-    return Fitted(tensors, tuple(missing), unexpected, unfit, tuple(notes))
+    return Fitted(tensors, origins, tuple(missing), unexpected, unfit, tuple(notes))
 
 
 def _usual(kind: ir.DataType) -> ir.DataType:
@@ -167,49 +172,44 @@ def _converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtoco
     return ir.Tensor(tensor.numpy().astype(kind.numpy()), dtype=kind, name=tensor.name)
 
 
-def _of_tied(
-    named: Mapping[str, ir.TensorProtocol], needed: Needed, name: str
-) -> ir.TensorProtocol | None:
-    """Return the tensor of a shared parameter that the weights contain under one of its other names."""
-    return next((named[each] for each in needed.same_as(name) if each in named), None)
+def _of_tied(origin_of: Mapping[str, str], needed: Needed, name: str) -> str | None:
+    """Return the entry of a shared parameter that the weights contain under one of its other names."""
+    return next((origin_of[each] for each in needed.same_as(name) if each in origin_of), None)
 
 
-def _named(entries: StateEntries, needed: Needed) -> tuple[Mapping[str, ir.TensorProtocol], str]:
-    """Return the entries with a prefix removed or added if then all names fit, and a note about it."""
-    wanted = [name for name in needed.names if not _has(entries.tensors, needed, name)]
+def _named(entries: StateEntries, needed: Needed) -> tuple[Mapping[str, str], str]:
+    """Return name → entry, with a prefix removed or added if then all names fit, and a note about it."""
+    unchanged = {name: name for name in entries.tensors}
+    wanted = _absent(unchanged.keys(), needed)
     if not wanted:
-        return entries.tensors, ""
-    changes = dict(_renamings(entries.tensors))
-    fitting = {
-        note: named
-        for note, named in changes.items()
-        if all(_has(named, needed, name) for name in needed.names)
-    }
+        return unchanged, ""
+    fitting = []
+    for note, names in _renamings(entries.tensors):
+        if not _absent(names.keys(), needed):
+            fitting.append((names, note))
     if len(fitting) == 1:
-        [(note, named)] = fitting.items()
-        return named, note
+        return fitting[0]
     if len(wanted) == len(needed.names):
         near = nearest_names(wanted[0], entries.tensors)
         raise InputError(
             f"{entries.source} has none of the {len(wanted)} entries that the file was exported from, "
             f"such as {wanted[0]!r}; nearest: {near}"
         )
-    return entries.tensors, ""
+    return unchanged, ""
 
 
-def _has(named: Collection[str], needed: Needed, name: str) -> bool:
-    return name in named or any(each in named for each in needed.same_as(name))
+def _absent(names: Set[str], needed: Needed) -> list[str]:
+    """Return the needed entries that are not among some names, under any name of a shared parameter."""
+    return [name for name in needed.names if names.isdisjoint((name, *needed.same_as(name)))]
 
 
-def _renamings(
-    tensors: Mapping[str, ir.TensorProtocol],
-) -> Iterator[tuple[str, Mapping[str, ir.TensorProtocol]]]:
-    """Yield the entries with each known prefix removed, and with it added."""
+def _renamings(names: Collection[str]) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yield name → entry with each known prefix removed, and with it added."""
     for prefix in _PREFIXES:
-        without = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        if len(without) == len(tensors):  # otherwise two entries would have one name
+        without = {name.removeprefix(prefix): name for name in names}
+        if len(without) == len(names):  # otherwise two entries would have one name
             yield f"the prefix {prefix!r} of entries was removed", without
-        before = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+        before = {f"{prefix}{name}": name for name in names}
         yield f"the prefix {prefix!r} was put before all entries", before
 
 
