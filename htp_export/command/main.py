@@ -34,6 +34,8 @@ _INTERNAL_ERROR = 3  # the exit status; 1 is a failed check, 2 is invalid input
 _DEBUG = ("--debug",)
 _QUIET = ("--quiet", "-q")
 _AS_PYTHON = "--as-python"
+GLOBAL_OPTIONS = (*_DEBUG, *_QUIET, _AS_PYTHON)
+"""Options that may stand before or after a command."""
 _TABLES = ("--json", "--csv")
 
 app = typer.Typer(
@@ -102,7 +104,7 @@ def _status(arguments: list[str]) -> int:
     debug = not set(_DEBUG).isdisjoint(arguments)
     quiet = not set(_QUIET).isdisjoint(arguments)
     as_python = _AS_PYTHON in arguments
-    arguments = [word for word in arguments if word not in (*_DEBUG, *_QUIET, _AS_PYTHON)]
+    arguments = [word for word in arguments if word not in GLOBAL_OPTIONS]
     interrupts = Interrupts()
     try:
         with (
