@@ -225,12 +225,18 @@ class UnknownModuleError(InputError, KeyError):
         path: The module path.
         known: The module paths of the model, or of the result.
         where: A noun for the object that has no such module.
+        described: A description of the node, tensor or parameter with this name; ``""`` without
+            one.
     """
 
-    def __init__(self, path: str, known: Iterable[str], where: str = "model") -> None:
+    def __init__(
+        self, path: str, known: Iterable[str], where: str = "model", described: str = ""
+    ) -> None:
         self.path = path
         self.nearest = tuple(nearest_names(path, known))
         hint = f"; nearest: {', '.join(map(repr, self.nearest))}" if self.nearest else ""
+        if described:
+            hint = f"; it is {described}"
         if set(path) & set("*?[") or path.startswith(("class:", "re:", "!")):
             hint = f"; this takes one module, and no selector{hint}"
         super().__init__(f"no module {path!r} in this {where}{hint}")
