@@ -23,7 +23,12 @@ from htp_export.capabilities.verify.file_run import (
     with_sorted_results,
     with_taken_branches,
 )
-from htp_export.capabilities.verify.locating import blame_by_graph, module_results, tolerance_of
+from htp_export.capabilities.verify.locating import (
+    blame_by_graph,
+    first_not_finite,
+    module_results,
+    tolerance_of,
+)
 from htp_export.capabilities.verify.pytorch_run import ModuleCall
 from htp_export.capabilities.verify.results import NOT_COMPARED, Comparison, ModuleResult
 from htp_export.editing.flattening import read_flat
@@ -116,7 +121,13 @@ def compare(
     results = module_results(first.tagged, chosen, checked, blame, {}, isolated=False)
     modules = _with_reasons(results, calls, checked, first, second)
     wrong = tuple(path for path in blame.modules if path in modules)
-    return Comparison(modules, wrong, tags=(ours.tag_facts, theirs.tag_facts), assumed=feed.notes)
+    return Comparison(
+        modules,
+        wrong,
+        tags=(ours.tag_facts, theirs.tag_facts),
+        assumed=feed.notes,
+        not_finite=first_not_finite(second.tagged, checked),
+    )
 
 
 def _check_one_model(

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from htp_export.format.fates import Fate
-from htp_export.format.tags import innermost
 from htp_export.reporting.columns import CLASS_NAME, Column, chosen, many, record
 from htp_export.reporting.result import PlainData
 from htp_export.reporting.tables import ModuleTable
 from htp_export.reporting.tag_facts import TagFacts, tag_lines
 from htp_export.runtime.comparing import Difference
 
-AGREES, NAN, DIFFERS, INHERITS, NOT_COMPARED = (
+AGREES, NAN, INFINITE, DIFFERS, INHERITS, NOT_COMPARED = (
     "agrees",
     "nan",
+    "infinite",
     "differs",
     "inherits",
     "not compared",
 )
-AGREEING = (AGREES, NAN)
-COMPARED = (DIFFERS, INHERITS, NAN, AGREES)
+AGREEING = (AGREES, NAN, INFINITE)
+COMPARED = (DIFFERS, INHERITS, NAN, INFINITE, AGREES)
 """The worst first."""
 
 
@@ -48,6 +48,41 @@ class TensorResult(PlainData):
         """The contents of `to_dict`."""
         numbers = {name: getattr(self.difference, name) for name in (*_NUMBERS, *self.optional)}
         return {"name": self.name, "tensor": self.tensor, **numbers}
+
+
+@dataclass(frozen=True)
+class NotFinite(PlainData):
+    """The first tensor, in the order of the run, with infinite elements, or with NaN.
+
+    Attributes:
+        module: The module that returns it, or computes it for another one; ``""`` for an input of
+            the model, too.
+        tensor: Its name in the compared file.
+        kind: ``"infinite"`` or ``"nan"``.
+        side: ``"compared"`` if the reference is finite at these elements, ``"reference"`` if the
+            compared file is; ``"both"`` if they are the same on both sides.
+        elements: The number of these elements.
+        size: The number of elements of the tensor.
+    """
+
+    module: str
+    tensor: str
+    kind: str
+    side: str
+    elements: int
+    size: int
+
+    @property
+    def text(self) -> str:
+        """The fact as a line of text."""
+        kind = "NaN" if self.kind == "nan" else "infinity"
+        number = f"{self.elements:,} of {self.size:,} elements of {self.tensor!r}"
+        sides = {
+            "compared": f"and no {kind} in the reference",
+            "reference": "in the reference only",
+            "both": "on both sides",
+        }
+        return f"first {kind}: {_shown(self.module)}, {number}, {sides[self.side]}"
 
 
 @dataclass(frozen=True)
@@ -90,8 +125,9 @@ class ModuleResult(PlainData):
         class_name: Its fully qualified class.
         fate: Its fate in the export.
         status: ``agrees``; ``nan``: it agrees, and has NaN at the same places on both sides;
-            ``differs``: it is wrong itself; ``inherits``: its inputs or a module below it are
-            wrong; for a module without a tensor to compare its fate, or ``not compared``.
+            ``infinite``: it agrees, and has infinite elements, the same on both sides; ``differs``:
+            it is wrong itself; ``inherits``: its inputs or a module below it are wrong; for a
+            module without a tensor to compare its fate, or ``not compared``.
         calls: Its compared calls.
         reason: Why it was not compared, or a remark on how it was compared; usually ``""``.
         compared_at: For a module without a tensor of its own in one of two files, the nearest
@@ -119,28 +155,34 @@ class ModuleResult(PlainData):
     @property
     def max_abs(self) -> float | None:
         """The largest difference between elements of its outputs; None if none was compared."""
-        return _largest(difference.max_abs for difference in self.differences)
+        return _largest(difference.max_abs for difference in self._numbers)
 
     @property
     def mean_abs(self) -> float | None:
         """The largest mean difference of an output."""
-        return _largest(difference.mean_abs for difference in self.differences)
+        return _largest(difference.mean_abs for difference in self._numbers)
 
     @property
     def max_rel(self) -> float | None:
         """The largest relative difference."""
-        return _largest(difference.max_rel for difference in self.differences)
+        return _largest(difference.max_rel for difference in self._numbers)
 
     @property
     def mean_rel(self) -> float | None:
         """The largest mean relative difference of an output."""
-        return _largest(difference.mean_rel for difference in self.differences)
+        return _largest(difference.mean_rel for difference in self._numbers)
 
     @property
     def cosine(self) -> float | None:
         """The smallest cosine of an output."""
-        largest = _largest(-difference.cosine for difference in self.differences)
+        largest = _largest(-difference.cosine for difference in self._numbers)
         return None if largest is None else -largest
+
+    @property
+    def _numbers(self) -> list[Difference]:
+        """The differences of its outputs with elements to compare; all of them if there are none."""
+        differences = self.differences
+        return [difference for difference in differences if difference.has_numbers] or differences
 
     @property
     def problem(self) -> str:
@@ -176,10 +218,17 @@ def short_number(value: float) -> str:
     return f"{value:.2g}" if abs(value) < 10 else f"{value:.4g}"
 
 
+_STATUS_STYLES = {
+    AGREES: "green",
+    DIFFERS: "bold red",
+    INHERITS: "yellow",
+    NAN: "yellow",
+    INFINITE: "yellow",
+}
+
+
 def _status_style(module: ModuleResult) -> str:
-    return {AGREES: "green", DIFFERS: "bold red", INHERITS: "yellow", NAN: "yellow"}.get(
-        module.status, "dim"
-    )
+    return _STATUS_STYLES.get(module.status, "dim")
 
 
 COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
@@ -215,6 +264,8 @@ class Comparison(ModuleTable):
         tags: The tags of the compared files: source, reasons, untagged nodes.
         assumed: A line for each open dimension whose size was not given, with the size that was
             used.
+        not_finite: The first tensor with infinite elements, and the first one with NaN: those that
+            only one side has go before those of both sides.
     """
 
     columns = COMPARISON_COLUMNS
@@ -225,6 +276,7 @@ class Comparison(ModuleTable):
     isolated: bool = False
     tags: tuple[TagFacts, ...] = ()
     assumed: tuple[str, ...] = ()
+    not_finite: tuple[NotFinite, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -243,7 +295,12 @@ class Comparison(ModuleTable):
     @property
     def worst(self) -> str | None:
         """The module with the largest difference of elements; None if nothing was compared."""
-        differences = {module.path: module.max_abs or 0.0 for module in self._compared}
+        differences: dict[str, float] = {}
+        for module in self._compared:
+            # NaN of a module that agrees: none of its elements is finite
+            agrees_in_nothing = module.status in AGREEING and math.isnan(module.max_abs or 0.0)
+            if not agrees_in_nothing:
+                differences[module.path] = module.max_abs or 0.0
         for path, value in differences.items():
             if math.isnan(value):
                 return path
@@ -270,7 +327,7 @@ class Comparison(ModuleTable):
             first wrong: fc: max 1; 0 modules after it inherit the error
         """
         if self.ok:
-            return f"{self.score} modules agree{self.worst_in_brackets}{self._nan_on_both_sides}"
+            return f"{self.score} modules agree{self.worst_in_brackets}{self._on_both_sides}"
         if not self._compared:
             return "no module has a tensor that could be compared"
         statuses = Counter(module.status for module in self.modules.values())
@@ -313,15 +370,16 @@ class Comparison(ModuleTable):
         return "" if value is None else f" (worst {short_number(value)}, {_shown(worst)})"
 
     @property
-    def _nan_on_both_sides(self) -> str:
-        """The modules with NaN on both sides, of which nothing else is known, as a part of the summary."""
-        paths = [path for path, module in self.modules.items() if module.status == NAN]
-        if not paths:
-            return ""
-        [path, *_] = innermost(paths)
-        outputs = [output for call in self.modules[path].calls for output in call.outputs]
-        tensor = next(output.tensor for output in outputs if output.difference.nan)
-        return f"; of these, {len(paths)} have NaN at the same places on both sides: {_shown(path)} in {tensor!r}"
+    def _on_both_sides(self) -> str:
+        """The modules with NaN or infinity on both sides, as a part of the summary."""
+        statuses = Counter(module.status for module in self.modules.values())
+        parts = []
+        for status, elements in ((NAN, "NaN"), (INFINITE, "infinity")):
+            count = statuses[status]
+            if count:
+                verb = "has" if count == 1 else "have"
+                parts.append(f"{count} {verb} {elements} at the same places on both sides")
+        return f"; of these, {' and '.join(parts)}" if parts else ""
 
     def _how_wrong(self, path: str) -> str:
         """The largest difference of a module; or its problem, if that is no number."""
@@ -342,12 +400,13 @@ class Comparison(ModuleTable):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The number of modules that were not compared, by reason; notes on precision; and assumed sizes."""
+        """Notes: the first infinity and NaN, modules that were not compared, precision, assumed sizes."""
         fates = Counter(module.status for module in self.modules.values() if not module.compared)
         others = {NOT_COMPARED: "for other reasons"}
         counts = ", ".join(f"{count} {others.get(fate, fate)}" for fate, count in fates.items())
         not_compared = [f"not compared: {counts}"] if counts else []
-        return (*not_compared, *self._precisions, *self.assumed)
+        not_finite = (first.text for first in self.not_finite)
+        return (*not_finite, *not_compared, *self._precisions, *self.assumed)
 
     @property
     def _precisions(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from htp_export.capabilities.verify.file_run import (
     with_taken_branches,
 )
 from htp_export.capabilities.verify.locating import (
+    first_not_finite,
     module_results,
     tolerance_of,
     with_contradictions,
@@ -223,6 +224,7 @@ def _verified(
         isolated=isolated,
         next_outputs=next_outputs,
         tags=(tagged.tag_facts,),
+        not_finite=first_not_finite(taken.tagged, checked),
         parameters=len(parameters),
         misplaced=misplaced_parameters(tagged, parameters, readers, model),
         training=training,
