@@ -34,11 +34,12 @@ class RowTable:
         from rich.text import Text
 
         rows = self.rows[:MOST_ROWS] if console.is_terminal else self.rows
-        cells = [[column.cell(row) for row in rows] for column in self.columns]
-        widths = [
-            max(map(len, (column.heading, *texts)))
-            for column, texts in zip(self.columns, cells, strict=True)
-        ]
+        cells: list[list[str]] = []
+        widths: list[int] = []
+        for column in self.columns:
+            texts = [column.cell(row) for row in rows]
+            cells.append(texts)
+            widths.append(max(map(len, (column.heading, *texts))))
         shown = list(range(len(self.columns)))
         if console.is_terminal:
             least = [
@@ -53,11 +54,11 @@ class RowTable:
             side: Literal["right", "left"] = "right" if column.right else "left"
             table.add_column(Text(column.heading), justify=side, no_wrap=True, min_width=widths[k])
         for number, row in enumerate(rows):
-            texts = []
+            drawn = []
             for k in shown:
                 text = without_middle(cells[k][number], widths[k])
-                texts.append(Text(text, style=self.columns[k].style_of(row)))
-            table.add_row(*texts)
+                drawn.append(Text(text, style=self.columns[k].style_of(row)))
+            table.add_row(*drawn)
         yield table
         dropped = [column.title for k, column in enumerate(self.columns) if k not in shown]
         if dropped:

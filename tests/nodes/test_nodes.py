@@ -103,7 +103,7 @@ class TestNodes:
         [node] = [node for node in mapped.nodes if node.operator == "Relu"]
         for line in node.stack[-1:]:
             assert (Path(line.file).name, ".relu()" in line.code) == ("test_nodes.py", True)
-        assert node.source == "".join(f"{line.file}:{line.line}" for line in node.stack[-1:])
+        assert Path(node.source.rpartition(":")[0]).name == "test_nodes.py"
 
     def test_calls_are_those_of_modules_that_ran_several_times(self, tmp_path):
         mapped = htp_export.nodes(handmade.called_twice())

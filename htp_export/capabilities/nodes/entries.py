@@ -73,6 +73,7 @@ class MappedNode(PlainData):
             does not contain them.
         function: The function that contains it, directly or in a branch or loop body; its tensors
             have names of their own.
+        line: The innermost line outside of torch, with its code; None if it is unknown.
     """
 
     derived = ("source",)
@@ -89,14 +90,12 @@ class MappedNode(PlainData):
     index: int = 0
     stack: tuple[SourceLine, ...] = ()
     function: str = field(default="", repr=False)
+    line: SourceLine | None = field(default=None, repr=False)
 
     @property
     def source(self) -> str:
-        """The innermost Python line, ``/path/net.py:7``; ``""`` if it is unknown."""
-        if not self.stack:
-            return ""
-        line = self.stack[-1]
-        return f"{line.file}:{line.line}"
+        """The innermost Python line outside of torch, ``/path/net.py:7``; ``""`` if it is unknown."""
+        return "" if self.line is None else f"{self.line.file}:{self.line.line}"
 
 
 class _WithNodes(PlainData):

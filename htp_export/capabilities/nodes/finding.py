@@ -120,7 +120,7 @@ class FoundNodes(Result):
         yield "parameters", uses
         yield "inputs", [_from(tensors[name]) for name in node.inputs if name]
         yield "outputs", [_to(tensors[name]) for name in node.outputs if name]
-        yield "source", [_source_text(node)] if node.source else []
+        yield "source", [f"{node.source}  {node.line.code}".rstrip()] if node.line else []
 
     def _module(self, node: MappedNode, path: str) -> str:
         class_name = self.classes.get(path, "").rpartition(".")[2]
@@ -130,11 +130,6 @@ class FoundNodes(Result):
         if path in node.calls:
             text = f"{text}, call {', '.join(map(str, node.calls[path]))}"
         return text
-
-
-def _source_text(node: MappedNode) -> str:
-    line = node.stack[-1]
-    return f"{line.file}:{line.line}  {line.code}".rstrip()
 
 
 def _labelled(label: str, values: Sequence[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from htp_export.capabilities.nodes.entries import (
 from htp_export.capabilities.nodes.finding import Uncomputed
 from htp_export.capabilities.nodes.map_result import ModelMap
 from htp_export.format import tags
-from htp_export.format.torch_metadata import source_lines
+from htp_export.format.torch_metadata import source_lines, source_of
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import dtype_name, stored_tensor
 from htp_export.model.regions import name_of_node
@@ -183,6 +183,7 @@ class _Mapper:
             inside=self._inside(node),
             index=self._indices[node],
             function=self._function_of.get(node, ""),
+            line=source_of(node),
             stack=source_lines(node),
         )
 

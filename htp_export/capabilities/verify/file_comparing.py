@@ -26,6 +26,7 @@ from htp_export.capabilities.verify.file_run import (
 from htp_export.capabilities.verify.locating import (
     blame_by_graph,
     first_not_finite,
+    line_at_fault,
     module_results,
     tolerance_of,
 )
@@ -127,6 +128,7 @@ def compare(
         tags=(ours.tag_facts, theirs.tag_facts),
         assumed=feed.notes,
         not_finite=first_not_finite(second.tagged, checked),
+        source=line_at_fault(second.tagged, modules, wrong[0]) if wrong else "",
     )
 
 

@@ -33,6 +33,7 @@ from htp_export.format.call_tree import Instance, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.model_metadata import read_contamination
+from htp_export.format.torch_metadata import source_of
 from htp_export.model.boundaries import input_dependent_values
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.comparing import Tolerance
@@ -165,9 +166,26 @@ def first_not_finite(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> tuple
         for sides in (("compared", "reference"), ("both",)):
             first = next(_not_finite(tensors, kind, sides), None)
             if first is not None:
-                found.append(first)
+                found.append(replace(first, source=line_of_tensor(tagged, first.tensor)))
                 break
     return tuple(found)
+
+
+def line_of_tensor(tagged: TaggedModel, name: str) -> str:
+    """The line of the model's code that computes a tensor, with the code; ``""`` if it is unknown."""
+    value = tagged.values.get(name)
+    producer = None if value is None else value.producer()
+    line = None if producer is None else source_of(producer)
+    return "" if line is None else f"{line.file}:{line.line}  {line.code}".rstrip()
+
+
+def line_at_fault(tagged: TaggedModel, modules: Mapping[str, ModuleResult], wrong: str) -> str:
+    """The line of the model's code that computes the first wrong tensor of a module."""
+    if wrong not in modules:
+        return ""
+    outputs = (output for call in modules[wrong].calls for output in call.outputs)
+    tensor = next((output.tensor for output in outputs if not output.difference.agrees), "")
+    return line_of_tensor(tagged, tensor)
 
 
 def _tensors_in_order(

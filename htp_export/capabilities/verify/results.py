@@ -63,6 +63,7 @@ class NotFinite(PlainData):
             compared file is; ``"both"`` if they are the same on both sides.
         elements: The number of these elements.
         size: The number of elements of the tensor.
+        source: The line of the model's code that computes it, with the code; ``""`` if unknown.
     """
 
     module: str
@@ -71,6 +72,7 @@ class NotFinite(PlainData):
     side: str
     elements: int
     size: int
+    source: str = ""
 
     @property
     def text(self) -> str:
@@ -82,7 +84,8 @@ class NotFinite(PlainData):
             "reference": "in the reference only",
             "both": "on both sides",
         }
-        return f"first {kind}: {_shown(self.module)}, {number}, {sides[self.side]}"
+        place = f"; {self.source}" if self.source else ""
+        return f"first {kind}: {_shown(self.module)}, {number}, {sides[self.side]}{place}"
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,8 @@ class Comparison(ModuleTable):
             used.
         not_finite: The first tensor with infinite elements, and the first one with NaN: those that
             only one side has go before those of both sides.
+        source: The line of the model's code that computes the first wrong tensor, with the code, such
+            as ``/path/net.py:9  return self.fc(x)``; ``""`` if it is unknown.
     """
 
     columns = COMPARISON_COLUMNS
@@ -277,6 +282,7 @@ class Comparison(ModuleTable):
     tags: tuple[TagFacts, ...] = ()
     assumed: tuple[str, ...] = ()
     not_finite: tuple[NotFinite, ...] = ()
+    source: str = ""
 
     @property
     def ok(self) -> bool:
@@ -400,13 +406,14 @@ class Comparison(ModuleTable):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes: the first infinity and NaN, modules that were not compared, precision, assumed sizes."""
+        """Notes: the wrong line, the first infinity and NaN, what was not compared, precision, sizes."""
         fates = Counter(module.status for module in self.modules.values() if not module.compared)
         others = {NOT_COMPARED: "for other reasons"}
         counts = ", ".join(f"{count} {others.get(fate, fate)}" for fate, count in fates.items())
         not_compared = [f"not compared: {counts}"] if counts else []
         not_finite = (first.text for first in self.not_finite)
-        return (*not_finite, *not_compared, *self._precisions, *self.assumed)
+        computed_at = [f"computed at {self.source}"] if self.source else []
+        return (*computed_at, *not_finite, *not_compared, *self._precisions, *self.assumed)
 
     @property
     def _precisions(self) -> tuple[str, ...]:

@@ -405,6 +405,11 @@ def numbers_of_outputs(node: Any) -> tuple[int, ...]:
     return tuple([node.outputsAt(position).unique() for position in range(count)])
 
 
+def source_range(node: Any) -> str:
+    """The Python stack when a node was traced, the innermost frame first; or its text in a script."""
+    return str(node.sourceRange())
+
+
 def nodes_of(block: Any) -> Iterator[Any]:
     """Every node of a graph or block, each after the nodes of its blocks."""
     for node in block.nodes():
