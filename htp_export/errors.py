@@ -20,9 +20,9 @@
     ├── CaptureError             htp_export could not follow an export; a bug of htp_export
     └── TorchChangedError        a private part of torch that htp_export needs has changed
 
-A failed export is not in the tree: it raises torch's own error, with a note about the module that
-was running. ``tagging(strict=False)`` turns the last two errors into an `UntaggedExportWarning`,
-and the model is exported without tags.
+A failed export is not in the tree: it raises torch's own error, with notes: the module and the line
+of the model, a remedy, and the next step. ``tagging(strict=False)`` turns the last two errors into
+an `UntaggedExportWarning`, and the model is exported without tags.
 """
 
 from __future__ import annotations

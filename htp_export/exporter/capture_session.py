@@ -20,6 +20,7 @@ from htp_export.exporter.capture.root_module_call import RootCalls
 from htp_export.exporter.capture.running import export_untagged, seam
 from htp_export.exporter.capture.saving import save_whole
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
+from htp_export.exporter.failures import notes_of_failure
 from htp_export.exporter.model_lines import line_of_model
 from htp_export.exporter.write_tags import make_tags
 from htp_export.files.protobuf_bytes import SerializedModel
@@ -356,15 +357,17 @@ def _captured(
 
 @contextlib.contextmanager
 def _named_failure(capture: DynamoCapture | TorchScriptCapture, model: Any) -> Iterator[None]:
-    """Add to an error the running module, and advice on modules that torch rejects."""
+    """Add to an error the module and the line at which it was raised, and advice."""
     try:
         yield
     except CaptureError:
         raise
     except Exception as error:
         called = capture.running if capture.fault is None else ()
-        if called:
-            error.add_note(f"htp_export: while module {called[-1] or '(the root)'!r} was running")
-        for advice in refused_modules(model, dynamo=isinstance(capture, DynamoCapture)):
+        dynamo = isinstance(capture, DynamoCapture)
+        by_id = ModuleNames(model).by_id if isinstance(model, torch.nn.Module) else {}
+        for note in notes_of_failure(error, by_id, called, dynamo=dynamo):
+            error.add_note(f"htp_export: {note}")
+        for advice in refused_modules(model, dynamo=dynamo):
             error.add_note(f"htp_export: {advice}")
         raise

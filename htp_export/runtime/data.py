@@ -86,6 +86,14 @@ class Samples:
         if is_empty:
             raise InputError("data have no runs; give a mapping of input name → array for each run")
 
+    def feeds(self) -> Iterator[Feed]:
+        """Iterate over the inputs of each run; for random values, over one."""
+        if self.given is None:
+            yield self.inputs.random(self.dims, self.shapes, self.seed)
+            return
+        for arrays in self:
+            yield Feed(dict(arrays), self.inputs.types)
+
     def only(self, what: str) -> Feed:
         """Return the inputs of the only run; an `InputError` if there are several. ``what`` accepts only one run."""
         if self.given is None:
@@ -171,6 +179,7 @@ def _runs(data: Any, seed: int) -> Iterable[Run]:
         return [data]
     if isinstance(data, str) and names_factory(data):
         returned = call_factory(data, seed)
+        _refuse_model(data, returned)
         if not _is_data(returned):
             raise ModelSourceError(
                 data, f"returns {type(returned).__name__}, but data must be {_FORMS}"
@@ -187,6 +196,21 @@ def _runs(data: Any, seed: int) -> Iterable[Run]:
     parts = [_runs(item, seed) if isinstance(item, str | os.PathLike) else [item] for item in data]
     chained = itertools.chain.from_iterable(parts)
     return list(chained) if all(isinstance(part, list) for part in parts) else chained
+
+
+def _refuse_model(entry: str, returned: object) -> None:
+    """Refuse what a factory for ``--entry`` returns: a model and example inputs, or a model."""
+    from torch import nn
+
+    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+    first = returned[0] if is_pair else returned  # type: ignore[index] # it is a tuple or a list
+    if isinstance(first, nn.Module):
+        what = "(model, example inputs)" if is_pair else "a model"
+        raise ModelSourceError(
+            entry,
+            f"returns {what}, as a factory for --entry does; data need one that returns the inputs of runs: "
+            "a mapping of input name → array for each run",
+        )
 
 
 def _is_data(value: object) -> bool:
