@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.capabilities.profile.latency_results import OWN_ENGINE, Profile
-from htp_export.capabilities.profile.measured_memory import memory_by_module
-from htp_export.capabilities.profile.measurements import ProfileEngine
+from htp_export.capabilities.profile.measured_memory import MeasuredMemory, memory_by_module
+from htp_export.capabilities.profile.measurements import Measurement, ProfileEngine
 from htp_export.capabilities.profile.onnxruntime_engine import measure
 from htp_export.discovery import plug_in
 from htp_export.editing.flattening import read_flat
@@ -53,12 +53,13 @@ def profile(
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
             Nothing is written beside a file.
-        data: The inputs of one run, as for `quantize`. Random by default: floats are normal,
+        data: The inputs of one run or of several, as for `quantize`; of several, the times are means,
+            and ``worst_ms`` of a module is its longest one. Random by default: floats are normal,
             integers 0 or 1, booleans true.
         dims: Open dimension → size, for random inputs; 1 by default. ``data`` of other sizes are
             refused.
         shapes: For random inputs: input name → shape.
-        runs: Number of measured runs, each with the profiler and without.
+        runs: Number of measured runs of each inputs, each with the profiler and without.
         warmup: Number of runs before the measurement.
         providers: Execution providers, in order of preference, as for
             ``onnxruntime.InferenceSession``.
@@ -127,19 +128,37 @@ def profile(
         )
     check_whole("runs", runs, 1, MOST_RUNS)
     check_whole("warmup", warmup, 0, MOST_RUNS)
-    feed = Samples.of(data, tagged.model, dims=dims, shapes=shapes).only("profile")
+    samples = Samples.of(data, tagged.model, dims=dims, shapes=shapes)
+    results: list[Measurement] = []
+    allocated: MeasuredMemory | None = None
+    notes: tuple[str, ...] = ()
     with temporary_folder() as folder:
-        if other is not None:
-            result = other.measure(
-                tagged, feed, runs, warmup, name=name, options=options, folder=folder
+        runnable = None
+        if other is None:
+            runnable = _runnable(model, tagged, tagged is original, folder)
+        for feed in samples.feeds():
+            notes = feed.notes
+            if other is not None:
+                result = other.measure(
+                    tagged, feed, runs, warmup, name=name, options=options, folder=folder
+                )
+                results.append(result)
+                continue
+            assert runnable is not None
+            result = measure(
+                tagged,
+                runnable,
+                feed,
+                runs,
+                warmup,
+                settings=settings,
+                timing=timing,
+                folder=folder,
             )
-            return Profile.of(tagged, result, engine, feed.notes)
-        runnable = _runnable(model, tagged, tagged is original, folder)
-        result = measure(
-            tagged, runnable, feed, runs, warmup, settings=settings, timing=timing, folder=folder
-        )
-        allocated = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
-        return Profile.of(tagged, result, engine, feed.notes, allocated)
+            if memory and not results:  # of the first inputs
+                allocated = memory_by_module(runnable, settings, feed, tagged, folder)
+            results.append(result)
+    return Profile.over_inputs(tagged, results, engine, notes, allocated)
 
 
 def _runnable(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from htp_export.format.fates import Fate
@@ -135,6 +135,9 @@ class ModuleResult(PlainData):
         reason: Why it was not compared, or a remark on how it was compared; usually ``""``.
         compared_at: For a module without a tensor of its own in one of two files, the nearest
             module around it that was compared in its place; None otherwise.
+        mean_max_abs: Of several runs, the mean of ``max_abs``; the other numbers are those of the
+            worst run. None for one run.
+        mean_cosine: Of several runs, the mean of ``cosine``.
     """
 
     path: str
@@ -144,6 +147,8 @@ class ModuleResult(PlainData):
     calls: tuple[CallResult, ...] = ()
     reason: str = ""
     compared_at: str | None = None
+    mean_max_abs: float | None = None
+    mean_cosine: float | None = None
 
     @property
     def compared(self) -> bool:
@@ -243,6 +248,8 @@ COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
     Column("max_rel", "max rel", text=short_number),
     Column("mean_rel", "mean rel", text=short_number),
     Column("cosine", "cosine", text="{:.6f}".format),
+    Column("mean_max_abs", "mean of runs", text=short_number),
+    Column("mean_cosine", "mean cosine", text="{:.6f}".format),
     Column("problem", "problem", lambda module: module.problem or None, right=False),
     Column("reason", "reason", lambda module: module.reason or None, right=False),
     Column("compared_at", "compared at", right=False),
@@ -271,6 +278,7 @@ class Comparison(ModuleTable):
             only one side has go before those of both sides.
         source: The line of the model's code that computes the first wrong tensor, with the code, such
             as ``/path/net.py:9  return self.fc(x)``; ``""`` if it is unknown.
+        runs: Number of compared runs; of several, a module has the numbers of its worst run.
     """
 
     columns = COMPARISON_COLUMNS
@@ -283,6 +291,7 @@ class Comparison(ModuleTable):
     assumed: tuple[str, ...] = ()
     not_finite: tuple[NotFinite, ...] = ()
     source: str = ""
+    runs: int = 1
 
     @property
     def ok(self) -> bool:
@@ -402,7 +411,8 @@ class Comparison(ModuleTable):
     @property
     def drawn(self) -> Sequence[Column[ModuleResult]]:
         """The columns of the table as text."""
-        return [*chosen(self.columns, _DRAWN), _REMARK]
+        means = ("mean_max_abs",) if self.runs > 1 else ()
+        return [*chosen(self.columns, (*_DRAWN, *means)), _REMARK]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -413,7 +423,8 @@ class Comparison(ModuleTable):
         not_compared = [f"not compared: {counts}"] if counts else []
         not_finite = (first.text for first in self.not_finite)
         computed_at = [f"computed at {self.source}"] if self.source else []
-        return (*computed_at, *not_finite, *not_compared, *self._precisions, *self.assumed)
+        runs = [f"the worst of {self.runs} runs, module by module"] if self.runs > 1 else []
+        return (*computed_at, *not_finite, *not_compared, *runs, *self._precisions, *self.assumed)
 
     @property
     def _precisions(self) -> tuple[str, ...]:
@@ -426,6 +437,52 @@ class Comparison(ModuleTable):
     def tag_lines(self) -> tuple[str, ...]:
         """Facts about the tags of the compared files, one line for each file."""
         return tag_lines(*self.tags, names=("right", "compared"))
+
+
+def over_runs(results: Sequence[Comparison]) -> Comparison:
+    """The comparison of several runs as one: each module as in its worst run, with means over all.
+
+    The first wrong module is that of the first run in which one is wrong.
+    """
+    if len(results) == 1:
+        return results[0]
+    modules = {
+        path: _over_runs([each.modules[path] for each in results]) for path in results[0].modules
+    }
+    first_wrong = next((result for result in results if result.wrong), results[0])
+    wrong = dict.fromkeys((*first_wrong.wrong, *(path for each in results for path in each.wrong)))
+    not_finite = next((result.not_finite for result in results if result.not_finite), ())
+    return replace(
+        first_wrong,
+        modules=modules,
+        wrong=tuple(wrong),
+        not_finite=not_finite,
+        runs=len(results),
+    )
+
+
+def _over_runs(rows: Sequence[ModuleResult]) -> ModuleResult:
+    """A module over several runs: its worst one, and the means of the runs in which it was compared."""
+    compared = [row for row in rows if row.compared]
+    if not compared:
+        return rows[0]
+    worst = min(compared, key=_badness)
+    return replace(
+        worst,
+        mean_max_abs=_mean(row.max_abs for row in compared),
+        mean_cosine=_mean(row.cosine for row in compared),
+    )
+
+
+def _badness(row: ModuleResult) -> tuple[int, float]:
+    """The order of runs, the worst first: by status, then by the largest difference, NaN first."""
+    largest = row.max_abs or 0.0
+    return COMPARED.index(row.status), -math.inf if math.isnan(largest) else -largest
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 @dataclass(frozen=True)
