@@ -433,10 +433,6 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is not a text file"),
     # data
     (
-        "compare net.onnx net.onnx --data {module}:net",
-        "{module}:net: returns (model, example inputs), as a factory for --entry does",
-    ),
-    (
         "carry net.onnx net.onnx -o o.onnx --data many",
         "carry takes one run, but --data has several",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from htp_export.capabilities.profile.latency_results import OWN_ENGINE, Profile
 from htp_export.capabilities.profile.measured_memory import MeasuredMemory, memory_by_module
 from htp_export.capabilities.profile.measurements import Measurement, ProfileEngine
 from htp_export.capabilities.profile.onnxruntime_engine import measure
+from htp_export.capabilities.profile.recorded_measurements import read_measurements
 from htp_export.discovery import plug_in
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
@@ -74,8 +76,9 @@ def profile(
         engine: ``onnxruntime``, or the name of an engine of another package: an entry point of the
             group ``htp_export.profile``.
         engine_options: Options of such an engine.
-        measured: Run nothing; read the files in which such an engine recorded measurements
-            elsewhere.
+        measured: Run nothing; read the files in which the engine recorded measurements elsewhere. Of
+            ONNX Runtime, these are files of ``session.end_profiling()``, of one session each or of
+            several; kernels that are no nodes of the model are counted and named.
 
     Returns:
         Times in ms, by module path.
@@ -104,8 +107,12 @@ def profile(
     other: ProfileEngine | None = None if engine == OWN_ENGINE else plug_in("profile", engine)
     if other is None:
         settings.check()
-        if options or measured is not None:
-            raise InputError("engine_options and measured are for other engines, see engine")
+        if options:
+            raise InputError("engine_options are for other engines, see engine")
+        if measured is not None and (memory or timing != "auto"):
+            raise InputError(
+                "measured reads times of a run that took place; memory and timing have no effect"
+            )
     elif settings != SessionSettings() or memory or timing == "modules":
         raise InputError(
             f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
@@ -114,11 +121,18 @@ def profile(
     tagged = read_flat(original)  # ONNX Runtime would inline functions, with names of its own
     tagged.require_tags()
     name = name_of(model, "the model")
+    if measured is not None and (data is not None or dims or shapes or options):
+        raise InputError(
+            "measured reads times of a run that took place; data, sizes and options have no effect"
+        )
+    if measured is not None and not measured:
+        raise InputError("measured has no files")
+    if other is None and measured is not None:
+        with temporary_folder() as folder:
+            runnable = _runnable(model, tagged, tagged is original, folder)
+            read = read_measurements(tagged, measured, runnable, settings, folder)
+        return replace(Profile.of(tagged, read, engine), recorded=True)
     if other is not None and measured is not None:
-        if data is not None or dims or shapes or options:
-            raise InputError(
-                "measured reads times of a run that took place; data, sizes and options have no effect"
-            )
         if not hasattr(other, "read"):
             raise InputError(f"{engine} runs models here, and reads no files: leave out measured")
         return Profile.of(tagged, other.read(tagged, measured, name=name), engine)

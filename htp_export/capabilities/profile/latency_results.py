@@ -131,6 +131,8 @@ class Profile(ModuleTable):
         timing: The kind of times: ``kernels``; ``launches``, if a device only queues kernels and
             their times are unknown; ``modules``, if each module ran alone; ``layers``, from an
             engine's files: they are means over all runs, and the other times their sums.
+        recorded: Whether ONNX Runtime recorded the times elsewhere; ``end_to_end_ms`` is then the
+            time in kernels, as no run without the profiler is known.
     """
 
     columns = PROFILE_COLUMNS
@@ -153,6 +155,7 @@ class Profile(ModuleTable):
     memory: MeasuredMemory | None = None
     engine: str = OWN_ENGINE
     timing: str = "kernels"
+    recorded: bool = False
 
     @classmethod
     def of(
@@ -194,7 +197,9 @@ class Profile(ModuleTable):
         """Sum up the measurements of several inputs: means, and the longest time of each module."""
         if len(measured) == 1:
             return cls.of(tagged, measured[0], engine, notes, memory)
-        whole = cls.of(tagged, mean_of(measured), engine, notes, memory)
+        whole = cls.of(
+            tagged, mean_of(measured, "inputs, measured one after the other"), engine, notes, memory
+        )
         worst: defaultdict[str, float] = defaultdict(float)
         for each in measured:
             for path, row in latency_by_module(each.kernels, tagged).items():
@@ -256,6 +261,11 @@ class Profile(ModuleTable):
         if self.timing == "modules":
             whole = f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}"
             return f"{whole}; {self.kernels_ms:.3f} ms in modules alone"
+        if self.recorded:
+            return (
+                f"{self.profiled_ms:.3f} ms a run under the profiler, median of {self.runs}; "
+                f"{self.kernels_ms:.3f} ms of it in kernels"
+            )
         return (
             f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
             f"{self.profiled_ms:.3f} ms under the profiler, {self.kernels_ms:.3f} ms of it in kernels"

@@ -159,6 +159,10 @@ class Measurement:
     at_once: int = 1
     notes: tuple[str, ...] = ()
 
+    def with_note(self, note: str) -> Measurement:
+        """The measurement with one more note, before the others."""
+        return replace(self, notes=(note, *self.notes))
+
     @property
     def kernels_ms(self) -> float:
         """The sum of the kernels."""
@@ -244,8 +248,11 @@ def consistent(measure: Callable[[], Measurement]) -> Measurement:
     return replace(best, notes=(contradiction, *best.notes))
 
 
-def mean_of(measured: Sequence[Measurement]) -> Measurement:
-    """The measurements of several inputs as one: the mean of each kernel, and the times of all runs."""
+def mean_of(measured: Sequence[Measurement], of: str = "sessions") -> Measurement:
+    """Several measurements as one: the mean of each kernel, and the times of all runs.
+
+    ``of`` is a noun for them, for a note.
+    """
     kernels: dict[Kernel, list[Kernel]] = {}
     for measurement in measured:
         seen: defaultdict[Kernel, int] = defaultdict(int)
@@ -268,5 +275,5 @@ def mean_of(measured: Sequence[Measurement]) -> Measurement:
         profiled=[ms for measurement in measured for ms in measurement.profiled],
         plain=[ms for measurement in measured for ms in measurement.plain],
         runs=sum(measurement.runs for measurement in measured),
-        notes=(f"the mean of {len(measured)} inputs, measured one after the other", *notes),
+        notes=(f"the mean of {len(measured)} {of}", *notes),
     )
