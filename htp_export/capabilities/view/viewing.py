@@ -190,6 +190,8 @@ def view(
     kinds = measured_kinds(measure)
     if not kinds and (data not in (None, {}) or dims or shapes):
         raise InputError("data, dims and shapes are for a measurement; give measure, too")
+    if not is_torch_module(model):
+        results = _with_traces(results, cast(ModelSource, model))
     measures, searches = read_results(results)
     if is_torch_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
@@ -308,6 +310,21 @@ def measured(
         is_time = kind == "time"
         results.append(profile(model, **runs_on) if is_time else cost(opened, **runs_on))
     return results
+
+
+def _with_traces(results: Sequence[Numbers], model: ModelSource) -> list[Numbers]:
+    """Results with those of ``profile`` in place of files that are traces of ONNX Runtime's profiler."""
+    from htp_export.capabilities.profile.latency import profile
+    from htp_export.runtime.recorded_traces import is_trace
+
+    shown: list[Numbers] = []
+    for result in results:
+        is_file = isinstance(result, str | os.PathLike)
+        if is_file and is_trace(cast("str | os.PathLike[str]", result)):
+            shown.append(profile(model, measured=[cast("str | os.PathLike[str]", result)]))
+        else:
+            shown.append(result)
+    return shown
 
 
 def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
