@@ -260,7 +260,7 @@ class Finder:
     def _tensor(self, scope: str, name: str) -> FoundTensor:
         producers = tuple(self._producers.get((scope, name), ()))
         consumers = tuple(self._consumers.get((scope, name), ()))
-        kind = self._uncomputed.get((scope, name), "computed")
+        kind: Uncomputed | Literal["computed"] = self._uncomputed.get((scope, name), "computed")
         weight = self._initializers.get(name) if kind == "stored" else None
         parameters = () if weight is None else tuple(map(str, weight.parameters))
         is_output = not scope and name in self._outputs

@@ -129,8 +129,8 @@ def profile(
         raise InputError("measured has no files")
     if other is None and measured is not None:
         with temporary_folder() as folder:
-            runnable = _runnable(model, tagged, tagged is original, folder)
-            read = read_measurements(tagged, measured, runnable, settings, folder)
+            runs_there = _runnable(model, tagged, tagged is original, folder)
+            read = read_measurements(tagged, measured, runs_there, settings, folder)
         return replace(Profile.of(tagged, read, engine), recorded=True)
     if other is not None and measured is not None:
         if not hasattr(other, "read"):
@@ -147,9 +147,7 @@ def profile(
     allocated: MeasuredMemory | None = None
     notes: tuple[str, ...] = ()
     with temporary_folder() as folder:
-        runnable = None
-        if other is None:
-            runnable = _runnable(model, tagged, tagged is original, folder)
+        runnable = _runnable(model, tagged, tagged is original, folder) if other is None else None
         for feed in samples.feeds():
             notes = feed.notes
             if other is not None:

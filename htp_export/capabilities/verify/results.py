@@ -135,8 +135,8 @@ class ModuleResult(PlainData):
         reason: Why it was not compared, or a remark on how it was compared; usually ``""``.
         compared_at: For a module without a tensor of its own in one of two files, the nearest
             module around it that was compared in its place; None otherwise.
-        mean_max_abs: Of several runs, the mean of ``max_abs``; the other numbers are those of the
-            worst run. None for one run.
+        mean_max_abs: Of several runs, the mean of ``max_abs``; the other numbers are of the worst
+            run. None for one run.
         mean_cosine: Of several runs, the mean of ``cosine``.
     """
 
@@ -274,8 +274,8 @@ class Comparison(ModuleTable):
         tags: The tags of the compared files: source, reasons, untagged nodes.
         assumed: A line for each open dimension whose size was not given, with the size that was
             used.
-        not_finite: The first tensor with infinite elements, and the first one with NaN: those that
-            only one side has go before those of both sides.
+        not_finite: The first tensor with infinite elements, and the first one with NaN; elements on
+            one side only go before elements on both sides.
         source: The line of the model's code that computes the first wrong tensor, with the code, such
             as ``/path/net.py:9  return self.fc(x)``; ``""`` if it is unknown.
         runs: Number of compared runs; of several, a module has the numbers of its worst run.
@@ -446,11 +446,13 @@ def over_runs(results: Sequence[Comparison]) -> Comparison:
     """
     if len(results) == 1:
         return results[0]
-    modules = {
-        path: _over_runs([each.modules[path] for each in results]) for path in results[0].modules
-    }
+    modules: dict[str, ModuleResult] = {}
+    for path in results[0].modules:
+        modules[path] = _over_runs([each.modules[path] for each in results])
     first_wrong = next((result for result in results if result.wrong), results[0])
-    wrong = dict.fromkeys((*first_wrong.wrong, *(path for each in results for path in each.wrong)))
+    wrong = dict.fromkeys(first_wrong.wrong)
+    for result in results:
+        wrong.update(dict.fromkeys(result.wrong))
     not_finite = next((result.not_finite for result in results if result.not_finite), ())
     return replace(
         first_wrong,
