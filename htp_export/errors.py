@@ -20,9 +20,9 @@
     ├── CaptureError             htp_export could not follow an export; a bug of htp_export
     └── TorchChangedError        a private part of torch that htp_export needs has changed
 
-A failed export is not in the tree: it raises torch's own error, with a note about the module that
-was running. ``tagging(strict=False)`` turns the last two errors into an `UntaggedExportWarning`,
-and the model is exported without tags.
+A failed export is not in the tree: it raises torch's own error, with notes: the module and the line
+of the model, a remedy, and the next step. ``tagging(strict=False)`` turns the last two errors into
+an `UntaggedExportWarning`, and the model is exported without tags.
 """
 
 from __future__ import annotations
@@ -245,12 +245,18 @@ class UnknownModuleError(InputError, KeyError):
         path: The module path.
         known: The module paths of the model, or of the result.
         where: A noun for the object that has no such module.
+        described: A description of the node, tensor or parameter with this name; ``""`` without
+            one.
     """
 
-    def __init__(self, path: str, known: Iterable[str], where: str = "model") -> None:
+    def __init__(
+        self, path: str, known: Iterable[str], where: str = "model", described: str = ""
+    ) -> None:
         self.path = path
         self.nearest = tuple(nearest_names(path, known))
         hint = f"; nearest: {', '.join(map(repr, self.nearest))}" if self.nearest else ""
+        if described:
+            hint = f"; it is {described}"
         if set(path) & set("*?[") or path.startswith(("class:", "re:", "!")):
             hint = f"; this takes one module, and no selector{hint}"
         super().__init__(f"no module {path!r} in this {where}{hint}")

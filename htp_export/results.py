@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.inspect.inspected import Inspected
     from htp_export.capabilities.lora.lora_files import FusedLora, LoraAdapter
     from htp_export.capabilities.lora.lora_inputs import InsertedLora, LoraLayer
+    from htp_export.capabilities.nodes.finding import FoundNodes
     from htp_export.capabilities.nodes.map_result import ModelMap
     from htp_export.capabilities.optimize.results import Change, Optimized, PassReport
     from htp_export.capabilities.partition.partitions import Partition, Stage
@@ -48,11 +49,12 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
 __all__ = [
     "AttentionReport", "Block", "Bound", "Carried", "CarriedModule", "Change", "Check", "Comparison",
     "CompressedModule", "Contamination", "Cost", "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint",
-    "Forensics", "FusedLora", "Info", "Inlined", "InsertedLora", "Inspected", "Kept", "LoraAdapter", "LoraLayer",
-    "Misplaced", "ModelDifference", "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult",
+    "Forensics", "FoundNodes", "FusedLora", "Info", "Inlined", "InsertedLora", "Inspected", "Kept", "LoraAdapter",
+    "LoraLayer", "Misplaced", "ModelDifference", "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult",
     "ModuleSensitivity", "Named", "Nested", "Optimized", "Partition", "PassReport", "PipelineRun", "Placed",
     "PlacedModule", "Placement", "PlanFile", "Profile", "Pruned", "PrunedModule", "Quantized", "QuantizedModule",
-    "Search", "Sensitivity", "Splice", "Stage", "StepReport", "Tapped", "TappedTensor", "Trial", "Verification", "View",
+    "Search", "Sensitivity", "Splice", "Stage", "StepReport", "Tapped", "TappedTensor", "Trial", "Verification",
+    "View",
 ]  # fmt: skip
 
 __getattr__ = imported_when_used(__name__, __file__)

@@ -6,7 +6,15 @@ import onnx
 
 from tests.truth import nodes_of
 
-OURS = {"htp.module", "htp.owners", "htp.call", "htp.calls", "htp.reason", "namespace"}
+OURS = {
+    "htp.module",
+    "htp.owners",
+    "htp.call",
+    "htp.calls",
+    "htp.reason",
+    "htp.source",
+    "namespace",
+}
 
 
 def bare(file: onnx.ModelProto) -> onnx.ModelProto:

@@ -152,7 +152,7 @@ def metadata(model: torch.nn.Module, inputs: Inputs, exporter: str) -> tuple[flo
         sum(
             entry.ByteSize()
             for entry in entries
-            if entry.key in (*tags.NODE_KEYS, *tags.MODEL_KEYS)
+            if entry.key in (*tags.NODE_KEYS, tags.SOURCE, *tags.MODEL_KEYS)
         )
         for entries in (
             *(node.metadata_props for node in written.graph.node),

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -179,6 +180,23 @@ class ModelOptions:
     def name(self) -> str:
         """The name of the model in messages."""
         return str(self.source or self.entry)
+
+    @property
+    def words(self) -> str:
+        """The arguments and options that choose this model, for a command to type.
+
+        Examples:
+            >>> ModelOptions("bert", random_weights=True, settings=["num_hidden_layers=2"]).words
+            'bert --random-weights --set num_hidden_layers=2'
+        """
+        words = ["--entry", self.entry] if self.entry is not None else [str(self.source)]
+        for name, value in self._changes.items():
+            if value is True:
+                words.append(name)
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str):
+                    words += [name, text]
+        return shlex.join(words)
 
     @property
     def random(self) -> bool:

@@ -20,12 +20,15 @@ from htp_export.exporter.capture.root_module_call import RootCalls
 from htp_export.exporter.capture.running import export_untagged, seam
 from htp_export.exporter.capture.saving import save_whole
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
+from htp_export.exporter.failures import notes_of_failure
+from htp_export.exporter.model_lines import line_of_model
 from htp_export.exporter.write_tags import make_tags
 from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
+from htp_export.format.torch_metadata import source_lines, traced_line
 from htp_export.lineage.owner_rule import NO_OWNERS, node_metadata, write_owners
 from htp_export.process.restoring import (
     Changes,
@@ -66,11 +69,23 @@ def write_tags(captured: Captured, model: ir.Model) -> None:
     with seam("finding how the weights were made"):
         capture.write_recipes(model)
     write_owners(nodes, new_tags.owners, new_tags.called)
+    with seam("finding the line of the model that created each node"):
+        for node in nodes:
+            _write_source(node)
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)
     model.metadata_props.update(new_tags.model)
     model.graph.name = new_tags.graph_name
     model.ir_version = max(model.ir_version, IR_VERSION)
+
+
+def _write_source(node: ir.Node) -> None:
+    """Write the innermost line of a node's stack that is outside of torch, unless it is the last one."""
+    node.metadata_props.pop(tags.SOURCE, None)
+    lines = source_lines(node)
+    line = line_of_model(lines)
+    if line is not None and line is not lines[-1]:
+        node.metadata_props[tags.SOURCE] = traced_line(line)
 
 
 class Rewriting:
@@ -133,6 +148,7 @@ def _output_names(node: ir.Node) -> list[str | None]:
 def _untag(model: ir.Model) -> None:
     for node in nodes_of_model(model):
         NO_OWNERS.write(node.metadata_props, ())
+        node.metadata_props.pop(tags.SOURCE, None)
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)
 
@@ -304,6 +320,9 @@ class TorchScript:
         for node, metadata in zip(nodes, by_node, strict=True):
             for key, value in metadata.items():
                 node.metadata_props.add(key=key, value=value)
+            source = self.capture.sources.get(node.output[0]) if node.output else None
+            if source is not None:
+                node.metadata_props.add(key=tags.SOURCE, value=source)
         for tensor in file.proto.graph.initializer:
             recipe = self.capture.recipes.get(tensor.name)
             if recipe is not None and ir.DataType(tensor.data_type).is_floating_point():
@@ -338,15 +357,17 @@ def _captured(
 
 @contextlib.contextmanager
 def _named_failure(capture: DynamoCapture | TorchScriptCapture, model: Any) -> Iterator[None]:
-    """Add to an error the running module, and advice on modules that torch rejects."""
+    """Add to an error the module and the line at which it was raised, and advice."""
     try:
         yield
     except CaptureError:
         raise
     except Exception as error:
         called = capture.running if capture.fault is None else ()
-        if called:
-            error.add_note(f"htp_export: while module {called[-1] or '(the root)'!r} was running")
-        for advice in refused_modules(model, dynamo=isinstance(capture, DynamoCapture)):
+        dynamo = isinstance(capture, DynamoCapture)
+        by_id = ModuleNames(model).by_id if isinstance(model, torch.nn.Module) else {}
+        for note in notes_of_failure(error, by_id, called, dynamo=dynamo):
+            error.add_note(f"htp_export: {note}")
+        for advice in refused_modules(model, dynamo=dynamo):
             error.add_note(f"htp_export: {advice}")
         raise

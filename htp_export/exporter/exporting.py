@@ -131,8 +131,8 @@ def export(
 
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
-        Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No
-            file is written.
+        Exception: Errors of ``torch.onnx.export``, with notes that name the module, the line of the
+            model, a remedy and the next step. No file is written.
         InputError: Nothing is exported if torch's exporter cannot write ``opset_version``; if it
             does not accept key-value caches, or ``f`` is missing (``dynamo=False``); if
             ``export_modules_as_functions`` selects no module; if the style ``names`` is unknown. No

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from htp_export.errors import SelectorError, nearest_names
 from htp_export.format.patterns import Pattern
 from htp_export.format.tags import ancestors
+
+
+class ModuleClasses(dict[str, str]):
+    """Module path → fully qualified class, of a model that also has nodes, tensors and parameters.
+
+    If a part of a selector matches no module, the error describes the object with this name.
+
+    Attributes:
+        described: Returns a description of the object that has a name, with its module; ``""``
+            without one.
+
+    Examples:
+        >>> nodes = {"node_linear": "a node (Gemm) of module 'fc'"}
+        >>> select("node_linear", ModuleClasses({"fc": "torch.nn.Linear"}, lambda name: nodes.get(name, "")))
+        Traceback (most recent call last):
+        ...
+        htp_export.errors.SelectorError: selector 'node_linear': matches no module; it is a node (Gemm) of module 'fc'
+    """
+
+    def __init__(self, classes: Mapping[str, str], described: Callable[[str], str]) -> None:
+        super().__init__(classes)
+        self.described = described
 
 
 def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
@@ -207,8 +229,15 @@ class _Term:
         return bool(self.regex.fullmatch(path))
 
     def hint(self, classes: Mapping[str, str]) -> str:
-        """Return the end of a message about a term without a match: similar names, or some names."""
+        """Return the end of a message about a term without a match.
+
+        It describes the node or tensor of this name, or has similar names, or some names.
+        """
         typed = self.text.removeprefix("!").removeprefix(self.kind + ":")
+        if isinstance(classes, ModuleClasses):
+            described = classes.described(typed)
+            if described:
+                return f"; it is {described}"
         names = set(classes)
         if self.kind == "class":
             names = {name.rpartition(".")[2] for name in classes.values()}

@@ -57,6 +57,8 @@ CALLS = "htp.calls"
 REASON = "htp.reason"
 NAMESPACE = "namespace"
 NODE_KEYS = (MODULE, OWNERS, CALL, CALLS, REASON, NAMESPACE)
+SOURCE = "htp.source"
+"""The line of the model's code that created a node: no tag, as owners change and it does not."""
 
 # On initializers.
 RECIPE = "htp.recipe"

@@ -11,13 +11,11 @@ import ast
 import itertools
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import onnx_ir as ir
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
+from htp_export.format import tags
 
 _MOST_SCOPES = 1_000  # in the name of a node: Python's recursion limit bounds the depth of modules
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -64,7 +62,10 @@ def _strings(literal: str) -> tuple[str, ...]:
 
 
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"
-_FRAME = re.compile(r'File "([^"\n]*)", line ([0-9]{1,9}), in ([^\n]*)(?:\n *([^\n]*))?')
+# the code of a frame is left out if its file was not available
+_FRAME = re.compile(
+    r'File "([^"\n]*)", line ([0-9]{1,9}), in ([^\n]*)(?:\n *(?! |File ")([^\n]*))?'
+)
 
 
 class SourceLine(NamedTuple):
@@ -79,12 +80,40 @@ class SourceLine(NamedTuple):
 def source_lines(node: ir.Node) -> tuple[SourceLine, ...]:
     """Return the Python stack when a node was captured, the innermost line last; empty if it is not in the file.
 
+    The TorchScript exporter writes none.
+
     Examples:
         >>> trace = 'File "net.py", line 7, in forward'
         >>> source_lines(ir.node("Relu", [ir.val("x")], metadata_props={"pkg.torch.onnx.stack_trace": trace}))
         (SourceLine(file='net.py', line=7, function='forward', code=''),)
     """
     return _lines(node.metadata_props.get(_STACK_TRACE, ""))
+
+
+def source_of(node: ir.Node) -> SourceLine | None:
+    r"""The line of the model's code that created a node; None if it is not in the file.
+
+    An export by htp_export records the innermost line outside of torch (``htp.source``) unless it is
+    the innermost one of the stack.
+
+    Examples:
+        >>> trace = 'File "net.py", line 7, in forward\n  y = self.fc(x)\nFile "linear.py", line 134, in forward'
+        >>> node = ir.node("Gemm", [ir.val("x")], metadata_props={"pkg.torch.onnx.stack_trace": trace})
+        >>> source_of(node).file
+        'linear.py'
+        >>> node.metadata_props["htp.source"] = traced_line(source_lines(node)[0])
+        >>> source_of(node)
+        SourceLine(file='net.py', line=7, function='forward', code='y = self.fc(x)')
+    """
+    recorded = _lines(node.metadata_props.get(tags.SOURCE, ""))
+    lines = recorded or source_lines(node)
+    return lines[-1] if lines else None
+
+
+def traced_line(line: SourceLine) -> str:
+    """A line as in Python's tracebacks, which is how torch writes it, too."""
+    text = f'File "{line.file}", line {line.line}, in {line.function}'
+    return f"{text}\n    {line.code}" if line.code else text
 
 
 @lru_cache(maxsize=65536)

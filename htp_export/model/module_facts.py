@@ -299,7 +299,7 @@ def visible(
     shown = set(tagged.select(select))
     if depth is not None:
         levels = _levels(tagged, shown)
-        candidates = select_below(select, tagged.hierarchy.classes)
+        candidates = select_below(select, tagged.classes)
         shown = {path for path in candidates if levels.get(path, 0) <= depth}
     shown |= tags.all_above(shown)
     return [path for path in tagged.paths if path in shown]

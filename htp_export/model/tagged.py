@@ -14,7 +14,13 @@ from typing import ClassVar, Literal, NoReturn, Protocol, TypeAlias, TypeVar
 import onnx
 import onnx_ir as ir
 
-from htp_export.errors import FileError, InputError, UnknownModuleError, UntaggedModelError
+from htp_export.errors import (
+    FileError,
+    InputError,
+    SelectorError,
+    UnknownModuleError,
+    UntaggedModelError,
+)
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.parsing import check_flat_size, model_from_proto
 from htp_export.files.written_check import made_from
@@ -26,6 +32,7 @@ from htp_export.format.model_metadata import Tap, taps_from_json
 from htp_export.format.parameters import Declared, ModuleParameters, declared, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_metadata import scopes_of
+from htp_export.model.graph_names import GraphNames
 from htp_export.model.module_tensors import ModuleTensor, chosen_tensors, tensors_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes
 from htp_export.process.argument_types import checks_arguments
@@ -126,7 +133,7 @@ class TaggedModel:
     def __getitem__(self, path: str) -> Region:
         self.require_tags()
         if path not in self.hierarchy:
-            raise UnknownModuleError(path, self.hierarchy)
+            raise UnknownModuleError(path, self.hierarchy, described=self.described(path))
         path = "" if path == "." else path
         if path not in self._regions:
             self._regions[path] = Region(self.index, self.hierarchy, self.calls, path)
@@ -229,7 +236,14 @@ class TaggedModel:
             UntaggedModelError: If the model has no exact tags.
         """
         self.require_exact_tags()
-        return chosen_tensors(selectors.places_of(patterns), self.select, self.tensors)
+        try:
+            places = selectors.places_of(patterns)
+        except SelectorError as error:
+            described = self.described(error.pattern)
+            if described and error.pattern not in self:
+                raise SelectorError(error.pattern, f"is no module; it is {described}") from None
+            raise
+        return chosen_tensors(places, self.select, self.tensors)
 
     @cached_property
     def taps(self) -> Mapping[str, Tap]:
@@ -278,8 +292,43 @@ class TaggedModel:
             typed[name] = value if is_typed else self.inferred.described(value)
         return typed
 
-    def owners_of(self, node: ir.Node) -> tuple[str, ...]:
-        """The owners of a node, in order of execution; empty for an untagged node."""
+    @cached_property
+    def names(self) -> GraphNames:
+        """The nodes and tensors of the model by name, in subgraphs and functions, too."""
+        return GraphNames(self.model)
+
+    def described(self, name: str) -> str:
+        """The node, tensor or parameter that has a name, and its modules, for messages.
+
+        Examples:
+            >>> import torch, htp_export
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+            >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+            >>> tagged.described("node_relu"), tagged.described("0.weight"), tagged.described("relu_7")
+            ("a node (Relu) of module '1'", "a parameter of module '0'", '')
+        """
+        return self.names.described(name, self.owners_of, self.declared or {})
+
+    def owners_of(self, node: ir.Node | str) -> tuple[str, ...]:
+        """The owners of a node, in order of execution; empty for an untagged node.
+
+        Args:
+            node: The node; or its name, or the name of a tensor that it computes. If several nodes
+                have this name, in functions or branches, their owners are returned together.
+
+        Raises:
+            InputError: There is no node of this name, and no node computes such a tensor.
+
+        Examples:
+            >>> import torch, htp_export
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+            >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+            >>> tagged.owners_of("node_relu"), tagged.owners_of("linear")
+            (('1',), ('0',))
+        """
+        if isinstance(node, str):
+            named = self.names.computing(node)
+            return tuple(dict.fromkeys(path for each in named for path in self.owners_of(each)))
         if self.source == "htp":
             return tags.owners_of(node.metadata_props)
         if self.source == "torch":
@@ -316,7 +365,12 @@ class TaggedModel:
             UntaggedModelError: If the model has no tags.
         """
         self.require_tags()
-        return selectors.select(patterns, self.hierarchy.classes)
+        return selectors.select(patterns, self.classes)
+
+    @cached_property
+    def classes(self) -> selectors.ModuleClasses:
+        """Module path → fully qualified class, in order: the argument of functions of ``selectors``."""
+        return selectors.ModuleClasses(self.hierarchy.classes, self.described)
 
     def save(
         self,

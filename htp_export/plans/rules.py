@@ -255,7 +255,7 @@ class _Rules:
         self._naming: defaultdict[str, set[int]] = defaultdict(set)
         self._excluding: defaultdict[str, set[int]] = defaultdict(set)
         self._known: dict[Instance, tuple[frozenset[int], int | None]] = {}
-        classes = tagged.hierarchy.classes
+        classes = tagged.classes
         for number, selector in enumerate(selectors):
             chosen, excluded = chosen_and_excluded(selector, classes)
             for path in chosen:

@@ -31,6 +31,8 @@ _COMMANDS = {
         "--shapes is for random inputs; give either --shapes or --data"
     ),
     "passes=[...]": "--passes",
+    "try dynamo=False": "try --torchscript",
+    "try dynamo=True": "try --dynamo",
     "view(..., explorer=True)": "--explorer",
     "but dims has": "but --dims has",
 }

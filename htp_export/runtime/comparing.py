@@ -47,6 +47,9 @@ _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 class Difference:
     """The difference between a tensor and its expected values.
 
+    If no element is finite in both tensors, and they agree, nothing can be compared: the numbers
+    are NaN.
+
     Attributes:
         max_abs: The largest difference of two elements; NaN if shapes or dtypes differ, or if one
             element is NaN and the other is not; infinite if one of them is.
@@ -54,13 +57,19 @@ class Difference:
         max_rel: The largest relative difference, over expected elements that are not zero.
         mean_rel: The mean relative difference.
         cosine: Cosine of the angle between the tensors, over elements that are finite in both; NaN
-            if one tensor is zero.
+            if one tensor is zero, or there are no such elements.
         problem: A description of the difference for users; ``""`` if the tensors agree.
         note: A conversion before the comparison, for users; usually ``""``.
         excess: The largest difference of two elements in units of its tolerance: up to 1, they
             agree.
         comparable: Whether the tensors have the same shape, and dtypes that can be compared.
         nan: The number of elements that are NaN in both tensors, which cannot be compared.
+        infinite: The number of elements that are the same infinity in both tensors.
+        nan_sides: The number of elements that are NaN in the expected tensor only, and in the other
+            one only.
+        infinite_sides: The number of elements that are infinite in the expected tensor and finite
+            in the other one, and the other way around.
+        size: The number of elements of each tensor.
     """
 
     max_abs: float
@@ -73,11 +82,20 @@ class Difference:
     excess: float = 0.0
     comparable: bool = True
     nan: int = 0
+    infinite: int = 0
+    nan_sides: tuple[int, int] = (0, 0)
+    infinite_sides: tuple[int, int] = (0, 0)
+    size: int = 0
 
     @property
     def agrees(self) -> bool:
         """Whether all elements are within the tolerance."""
         return not self.problem
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether elements were compared; False, too, if the tensors agree and none is finite."""
+        return bool(self.problem) or not math.isnan(self.max_abs)
 
 
 _NAN = float("nan")
@@ -101,6 +119,8 @@ def difference(
         True
         >>> difference(np.float32([1, np.nan]), np.float32([1, 2])).problem
         '1 of 2 elements are NaN on one side only'
+        >>> difference(np.float32([np.inf]), np.float32([np.inf])).cosine
+        nan
     """
     if expected.shape != actual.shape:
         return _incomparable(f"shape {list(actual.shape)}, not {list(expected.shape)}")
@@ -156,8 +176,13 @@ class _Sums:
 
     def __init__(self, tolerance: Tolerance, scale: float) -> None:
         self._tolerance, self._scale = tolerance, scale
-        # numbers of elements: all, NaN on one side only, outside the tolerance, not zero, NaN twice
-        self._count = self._strays = self._outside = self._nonzero = self._nan = 0
+        # numbers of elements: all, finite on both sides, outside the tolerance, not zero
+        self._count = self._finite = self._outside = self._nonzero = 0
+        # NaN on both sides, the same infinity on both sides
+        self._nan = self._infinite = 0
+        # on the expected side only, and on the other side only
+        self._nan_sides = [0, 0]
+        self._infinite_sides = [0, 0]
         self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = self._excess = 0.0
         # the dot product of the tensors, and their squared lengths
         self._dot = self._one = self._other = 0.0
@@ -172,6 +197,7 @@ class _Sums:
             expected, actual = expected[finite], actual[finite]
         if not expected_wide.size:
             return
+        self._finite += expected_wide.size
         distance, size = np.abs(expected_wide - actual_wide), np.abs(expected_wide)
         # integers are compared as they are: double precision has only 53 bits
         if self._tolerance == Tolerance(0.0, 0.0):
@@ -195,24 +221,35 @@ class _Sums:
 
     def _add_not_finite(self, expected: Array, actual: Array) -> None:
         """Add elements that are not finite in at least one array."""
-        one_is_nan = np.isnan(expected) != np.isnan(actual)
-        unequal = ~one_is_nan & ~np.isnan(expected) & (expected != actual)
-        self._strays += int(np.count_nonzero(one_is_nan))
-        self._nan += int(np.count_nonzero(np.isnan(expected) & np.isnan(actual)))
-        if unequal.any():
-            self._outside += int(np.count_nonzero(unequal))
+        expected_nan, actual_nan = np.isnan(expected), np.isnan(actual)
+        self._nan += int(np.count_nonzero(expected_nan & actual_nan))
+        self._nan_sides[0] += int(np.count_nonzero(expected_nan & ~actual_nan))
+        self._nan_sides[1] += int(np.count_nonzero(actual_nan & ~expected_nan))
+        numbers = ~expected_nan & ~actual_nan
+        expected, actual = expected[numbers], actual[numbers]
+        equal = expected == actual
+        self._infinite += int(np.count_nonzero(equal))
+        self._infinite_sides[0] += int(np.count_nonzero(np.isfinite(actual)))
+        self._infinite_sides[1] += int(np.count_nonzero(np.isfinite(expected)))
+        if not equal.all():
+            self._outside += int(np.count_nonzero(~equal))
             self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = float("inf")
 
     def result(self, note: str) -> Difference:
         problem = ""
-        if self._strays:
-            problem = f"{self._strays} of {self._count} elements are NaN on one side only"
-            self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = _NAN
+        strays, infinite = sum(self._nan_sides), sum(self._infinite_sides)
+        if strays:
+            problem = f"{strays} of {self._count} elements are NaN on one side only"
+        elif infinite:
+            problem = f"{infinite} of {self._count} elements are infinite on one side only"
         elif self._outside:
             problem = f"{self._outside} of {self._count} elements differ"
+        nothing_compared = self._count and not self._finite and not problem
+        if strays or nothing_compared:
+            self._max_abs = self._sum_abs = self._max_rel = self._sum_rel = _NAN
         excess = self._excess
         # elements that are not finite have no excess of their own
-        if self._strays or (problem and excess <= 1):
+        if strays or infinite or (problem and excess <= 1):
             excess = float("inf")
         return Difference(
             self._max_abs,
@@ -224,9 +261,15 @@ class _Sums:
             note,
             excess,
             nan=self._nan,
+            infinite=self._infinite,
+            nan_sides=(self._nan_sides[0], self._nan_sides[1]),
+            infinite_sides=(self._infinite_sides[0], self._infinite_sides[1]),
+            size=self._count,
         )
 
     def _cosine(self) -> float:
+        if self._count and not self._finite:
+            return _NAN
         lengths = (self._one * self._other) ** 0.5
         if lengths:
             cosine = float(self._dot / lengths)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.files.npz_file import NpzArrays
+from htp_export.process.argument_types import is_torch_module
 from htp_export.process.user_code import call_factory, iterated, names_factory, user_code
 
 Run: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
@@ -93,6 +94,7 @@ def _runs(data: Any, seed: int) -> Iterable[Run]:
         return [data]
     if isinstance(data, str) and names_factory(data):
         returned = call_factory(data, seed)
+        _refuse_model(data, returned)
         if not _is_data(returned):
             raise ModelSourceError(
                 data, f"returns {type(returned).__name__}, but data must be {_FORMS}"
@@ -109,6 +111,19 @@ def _runs(data: Any, seed: int) -> Iterable[Run]:
     parts = [_runs(item, seed) if isinstance(item, str | os.PathLike) else [item] for item in data]
     chained = itertools.chain.from_iterable(parts)
     return list(chained) if all(isinstance(part, list) for part in parts) else chained
+
+
+def _refuse_model(entry: str, returned: object) -> None:
+    """Refuse what a factory for ``--entry`` returns: a model and example inputs, or a model."""
+    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+    first = returned[0] if is_pair else returned  # type: ignore[index] # it is a tuple or a list
+    if is_torch_module(first):
+        what = "(model, example inputs)" if is_pair else "a model"
+        raise ModelSourceError(
+            entry,
+            f"returns {what}, as a factory for --entry does; data need one that returns the inputs of runs: "
+            "a mapping of input name → array for each run",
+        )
 
 
 def _is_data(value: object) -> bool:

@@ -50,17 +50,30 @@ class Samples:
         return self.given is None
 
     def __iter__(self) -> Iterator[Mapping[str, Array]]:
-        given = self.given
-        if given is None:
+        if self.given is None:
             for number in counted(range(_RANDOM_RUNS), "random runs"):
                 settings = replace(self.settings, seed=self.settings.seed + number)
                 yield self.inputs.random(settings).arrays
             return
+        for feed in self._given_feeds(self.given):
+            yield feed.arrays
+
+    def feeds(self) -> Iterator[Feed]:
+        """Iterate over the inputs of each run of the user; over one random run without data."""
+        given = self.given
+        if given is None:
+            yield self.inputs.random(self.settings)
+        elif isinstance(given, Sequence) and len(given) == 1:
+            yield self._feed(given[0], "data")
+        else:
+            yield from self._given_feeds(given)
+
+    def _given_feeds(self, given: Iterable[Run]) -> Iterator[Feed]:
         runs = counted(given, "runs") if isinstance(given, Sequence) else iterated(given, "data")
         is_empty = True
         for number, run in enumerate(runs):
             is_empty = False
-            yield self._feed(run, f"data, run {number}").arrays
+            yield self._feed(run, f"data, run {number}")
         if is_empty:
             raise InputError("data have no runs; give a mapping of input name → array for each run")
 

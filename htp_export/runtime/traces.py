@@ -78,7 +78,16 @@ def session_and_graph(
     raise first_error
 
 
+RUN = "model_run"
+"""Name of the event of a run."""
 _KERNEL = "_kernel_time"
+_DEEPEST = 100  # kernels in the subgraphs of kernels; each has an execution between them
+
+
+class DeepTrace(ValueError):  # noqa: N818 - it is a fault of the file
+    """The kernels of a trace are nested too deeply."""
+
+
 _EXECUTE = "Executor::Execute"
 QUEUED = frozenset(
     f"{name}ExecutionProvider"
@@ -108,13 +117,15 @@ class Trace:
     """Times of kernels in several runs, in ms, without nested kernels, in the order of their first launch.
 
     ``times``: kernel → its time in each run. ``timing`` is ``kernels``, or ``launches`` if the
-    trace contains only the times to put kernels into the queue of a device.
+    trace contains only the times to put kernels into the queue of a device. ``run_ms`` are the
+    times of the runs, under the profiler.
     """
 
     runs: int
     times: Mapping[KernelKey, Sequence[float]]
     launches: Mapping[KernelKey, int]
     timing: str = "kernels"
+    run_ms: Sequence[float] = ()
 
     def typical(self, key: KernelKey) -> float:
         """Return the time of a kernel in ms: the mean over the middle half of the runs, sorted by their total time.
@@ -190,6 +201,7 @@ class _Event:
     duration: int
     inside: list[_Event]
     on_device: int = 0
+    depth: int = 0
 
     def kernels(self, holders: tuple[KernelKey, ...] = ()) -> Iterator[_Kernel]:
         """Iterate over this kernel and the nested ones."""
@@ -213,11 +225,16 @@ def read_trace(path: Path, runs: int) -> Trace:
     Incomplete runs are left out: the profiler stops after a million events.
     """
     with no_collection():
-        return _trace(json.loads(path.read_bytes()), runs)
+        return trace_of_events(json.loads(path.read_bytes()), runs)
 
 
-def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
-    run_events = [event for event in events if event.get("name") == "model_run"]
+def trace_of_events(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
+    """The last runs in the events of a profile, in the order of the file.
+
+    Raises:
+        DeepTrace: Kernels are nested deeper than those of any model.
+    """
+    run_events = [event for event in events if event.get("name") == RUN]
     windows = [(event["ts"], event["ts"] + event["dur"]) for event in run_events[-runs:]]
     first = windows[0][0] if windows else 0
     kernels = _kernels_by_start([event for event in events if event.get("ts", first) >= first])
@@ -238,7 +255,8 @@ def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
             times[key][run] += time_us / 1000
             launches[key] += 1
     timing = "launches" if launches_only else "kernels"
-    return Trace(len(windows), dict(times), dict(launches), timing)
+    run_ms = [(end - start) / 1000 for start, end in windows]
+    return Trace(len(windows), dict(times), dict(launches), timing, run_ms)
 
 
 def _kernels_by_start(events: Sequence[Mapping[str, Any]]) -> list[_Kernel]:
@@ -271,7 +289,10 @@ def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
         inside: list[_Event] = []
         while before and before[-1].start >= event["ts"] and (before[-1].key is None) == is_kernel:
             inside.append(before.pop())
-        before.append(_Event(key, event["ts"], event["dur"], inside[::-1]))
+        depth = 1 + max((nested.depth for nested in inside), default=0)
+        if depth > 2 * _DEEPEST:
+            raise DeepTrace(f"its kernels are nested deeper than {_DEEPEST} levels")
+        before.append(_Event(key, event["ts"], event["dur"], inside[::-1], depth=depth))
         launched[name] = before[-1]
     return [event for thread in open_events.values() for event in thread]
 

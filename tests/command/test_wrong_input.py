@@ -433,14 +433,6 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is not a text file"),
     # data
     (
-        "compare net.onnx net.onnx --data many",
-        "compare takes one run, but --data has several; give one .npz file, or",
-    ),
-    (
-        "profile net.onnx --data {module}:runs",
-        "profile takes one run, but --data has several; give one .npz file, or",
-    ),
-    (
         "carry net.onnx net.onnx -o o.onnx --data many",
         "carry takes one run, but --data has several",
     ),

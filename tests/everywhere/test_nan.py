@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from onnxruntime import InferenceSession
@@ -11,7 +12,9 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import InputError
-from tests.nets import Apply
+from tests.exporting import BOTH
+from tests.extract.test_cutting import exported_to
+from tests.nets import Apply, Holding, composed, spread, x
 
 NAN = float("nan")
 
@@ -144,9 +147,8 @@ def test_nan_on_both_sides_is_said(file, broken):
     assert {path: module.status for path, module in found.modules.items()} == dict.fromkeys(
         ["", "0", "1", "2"], "nan"
     )
-    assert found.summary.endswith(
-        "of these, 4 have NaN at the same places on both sides: 0 in 'linear'"
-    )
+    assert found.summary.endswith("of these, 4 have NaN at the same places on both sides")
+    assert found.notes[0] == "first NaN: 0, 2 of 128 elements of 'linear', on both sides"
     assert not htp_export.compare(file, broken, example()).ok
     assert htp_export.compare(file, file, example()).modules["0"].status == "agrees"
 
@@ -182,3 +184,89 @@ def test_a_metric_without_a_number_for_all_modules_but_one_is_a_row(file):
         "all modules but this one: the metric returned nan"
     )
     assert any(note.startswith("2 in fp16: all modules but this one") for note in found.notes)
+
+
+class Gate(Holding, proj=nn.Linear(16, 16)):
+    """Squares what it projects and multiplies; with a large gain, more than float16 can hold."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.proj(x) * self.gain) ** 2
+
+
+def gates(largest: float) -> nn.Module:
+    """Three blocks, of which the second one overflows; its norm makes NaN of the infinity."""
+    blocks = [
+        nn.Sequential(nn.Linear(16, 16), Gate(gain), nn.LayerNorm(16)) for gain in (1, largest, 1)
+    ]
+    return spread(nn.Sequential(*blocks)).eval()
+
+
+@BOTH
+class TestTheFirstModuleThatOverflows:
+    @pytest.fixture
+    def files(self, exporter, tmp_path):
+        given = {"input": x(2, 16)}
+        file = exported_to(tmp_path / "fp32.onnx", gates(400.0), given, exporter)
+        htp_export.quantize(file, {"**": "fp16"}, tmp_path / "fp16.onnx")
+        [name] = [value.name for value in onnx.load(file).graph.input]
+        return file, tmp_path / "fp16.onnx", {name: given["input"].numpy()}
+
+    def test_compare_names_it_and_the_first_nan(self, files, exporter):
+        fp32, fp16, data = files
+        found = htp_export.compare(fp32, fp16, data)
+        assert found.first_wrong == "1.1"
+        assert [(first.kind, first.module, first.side) for first in found.not_finite] == [
+            ("infinite", "1.1", "compared"),
+            ("nan", "1.2", "compared"),
+        ]
+        # the same tensor in ONNX Runtime
+        first = found.not_finite[0]
+        model = onnx.load(fp16)
+        model.graph.output.append(onnx.ValueInfoProto(name=first.tensor))
+        session = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        [values] = session.run([first.tensor], data)
+        assert (np.isinf(values).sum(), values.size) == (first.elements, first.size)
+        swapped = htp_export.compare(fp16, fp32, data).not_finite
+        assert [(each.module, each.side) for each in swapped] == [
+            ("1.1", "reference"),
+            ("1.2", "reference"),
+        ]
+
+    def test_check_of_quantize_names_it(self, files, exporter):
+        fp32, _, data = files
+        check = htp_export.quantize(fp32, {"**": "fp16"}, data=data, check=True).check
+        assert [first.module for first in check.not_finite] == ["1.1", "1.2"]
+        assert "first infinity: 1.1" in "\n".join(check.lines)
+
+    def test_verify_names_it_where_pytorch_overflows_too(self, tmp_path, exporter):
+        model, given = gates(1e30), x(2, 16)
+        file = exported_to(tmp_path / "net.onnx", model, {"input": given}, exporter)
+        with torch.no_grad():
+            assert model[1][:2](model[0](given)).isinf().any()
+        found = htp_export.verify(model, file, (given,))
+        assert found.ok
+        assert [(first.kind, first.module, first.side) for first in found.not_finite] == [
+            ("infinite", "1.1", "both"),
+            ("nan", "1.2", "both"),
+        ]
+        statuses = {path: module.status for path, module in found.modules.items()}
+        assert (statuses["1.0"], statuses["1.1"], statuses["1.2"]) == ("agrees", "infinite", "nan")
+        everywhere = found.modules["1.1"]
+        assert np.isnan(everywhere.cosine)
+        assert np.isnan(everywhere.max_abs)
+        assert not np.isnan(found.modules[found.worst].max_abs)
+        assert "of these, 8 have NaN" in found.summary
+        assert "1 has infinity at the same places on both sides" in found.summary
+
+
+def test_a_tensor_of_the_model_itself_that_overflows_is_told_of_the_model(tmp_path):
+    model = composed(
+        lambda parts, x: parts.fc(x * 1e25 * 1e25).tanh(), fc=spread(nn.Linear(4, 4))
+    ).eval()
+    file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 4)}, "dynamo")
+    [first, _] = htp_export.compare(file, file, {"x": x(2, 4).numpy()}).not_finite
+    assert (first.module, first.kind, first.side) == ("", "infinite", "both")

@@ -34,7 +34,7 @@ def keys_that_are_read() -> dict[str, bool]:
     )
     found = set(re.findall(r'= "((?:htp\.|pkg\.torch\.)[\w.]+|namespace|layer_ann)"', source))
     return {
-        key: key in tags.NODE_KEYS or key.startswith("pkg.") or key == "layer_ann"
+        key: key in (*tags.NODE_KEYS, tags.SOURCE) or key.startswith("pkg.") or key == "layer_ann"
         for key in sorted(found)
     }
 
@@ -138,6 +138,7 @@ def test_every_key_and_every_command_is_gone_through():
     assert {
         *tags.MODEL_KEYS,
         *tags.NODE_KEYS,
+        tags.SOURCE,
         tags.PLACEMENT,
         tags.WEIGHTS,
         tags.DATA,

@@ -125,7 +125,7 @@ def test_every_node_and_the_model_keep_to_the_format(name, exporter, shared_file
         counts = Counter(entry.key for entry in node.metadata_props)
         assert set(counts.values()) == {1}, f"repeated keys: {counts}"
         assert {"htp.module", "htp.reason", "namespace"} <= set(said)
-        assert {key for key in said if not key.startswith("pkg.")} <= {*tags.NODE_KEYS}
+        assert {key for key in said if not key.startswith("pkg.")} <= {*tags.NODE_KEYS, tags.SOURCE}
         assert said["htp.reason"] in REASONS
         assert set(owners_of(node)) <= set(tree)
         assert said["htp.module"] in tree

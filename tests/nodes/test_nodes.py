@@ -3,21 +3,25 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.nodes.map_result import ModelMap
+from htp_export.capabilities.nodes.map_result import DRAWN_COLUMNS, ModelMap
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import recipe_of
 from htp_export.model.regions import all_values
+from htp_export.reporting.row_table import MOST_ROWS, RowTable
 from tests import handmade
 from tests.exporting import BOTH, quick
 from tests.extract.test_cutting import exported_to
@@ -99,7 +103,7 @@ class TestNodes:
         [node] = [node for node in mapped.nodes if node.operator == "Relu"]
         for line in node.stack[-1:]:
             assert (Path(line.file).name, ".relu()" in line.code) == ("test_nodes.py", True)
-        assert node.source == "".join(f"{line.file}:{line.line}" for line in node.stack[-1:])
+        assert Path(node.source.rpartition(":")[0]).name == "test_nodes.py"
 
     def test_calls_are_those_of_modules_that_ran_several_times(self, tmp_path):
         mapped = htp_export.nodes(handmade.called_twice())
@@ -410,6 +414,98 @@ class TestOtherFiles:
         reader.replace_input_with(2, node.outputs[0])
         found = htp_export.nodes(htp_export.carry(file, model).tagged)
         assert uses(found) == {"weight": {""}, "bias": {"quantized"}}
+
+
+class TestFind:
+    def test_a_node_is_found_by_name_by_tensor_and_by_index_in_the_file(self, file, mapped):
+        proto = onnx.load(file, load_external_data=False)
+        for index, node in enumerate(proto.graph.node):
+            found = mapped[node.name]
+            assert (found.name, found.index) == (node.name, index)
+            assert mapped[index] is found
+            assert all(mapped[name] is found for name in node.output)
+            tensors = {tensor.name: tensor for tensor in mapped.find(node.name).tensors}
+            assert tensors.keys() == {*filter(None, node.input), *node.output}
+            for name, tensor in tensors.items():
+                readers = [each.name for each in proto.graph.node if name in each.input]
+                assert [each.name for each in tensor.consumers] == readers
+                makers = [each.name for each in proto.graph.node if name in each.output]
+                assert [each.name for each in tensor.producers] == makers
+                assert tensor.is_output == (name in {out.name for out in proto.graph.output})
+
+    def test_an_input_and_a_weight_have_the_nodes_that_read_them(self, file, mapped):
+        [name] = [value.name for value in onnx.load(file).graph.input]
+        given = mapped.find(name)
+        assert given.summary == f"{name} is an input of the model"
+        assert not given.nodes
+        assert [node.modules for node in given.tensors[0].consumers] == [("emb",)]
+        use = mapped.parameters["up.bias"].initializers[0]
+        weight = mapped.find(use.name)
+        assert weight.tensors[0].kind == "stored"
+        assert weight.tensors[0].parameters == ("up.bias",)
+        with pytest.raises(InputError, match="no node computes it"):
+            mapped[name]
+
+    def test_what_is_not_there_is_told_with_what_is_near(self, mapped):
+        with pytest.raises(InputError, match=r"no node 100000 in the graph; it has \d+ nodes"):
+            mapped[100_000]
+        name = mapped.nodes[0].name
+        with pytest.raises(InputError, match=f"nearest: .*{re.escape(repr(name))}"):
+            mapped[name + "x"]
+        with pytest.raises(InputError, match="it is a module with 2 nodes: select it"):
+            mapped["up"]
+
+    def test_nodes_of_a_map_are_iterated(self, mapped):
+        assert list(mapped) == list(mapped.nodes)
+
+    def test_the_command_answers_about_one_node(self, file, mapped, capsys):
+        [node] = [
+            node for node in mapped.nodes if "up" in node.modules and node.operator == "MatMul"
+        ]
+        for asked in (node.name, node.outputs[0], str(node.index)):
+            main(["nodes", str(file), "--node", asked])
+            printed = capsys.readouterr().out
+            assert "up  Linear" in printed
+            assert f"node {node.index} of the graph" in printed
+            assert "up.weight (transposed)" in printed
+            main(["nodes", str(file), "--node", asked, "--json"])
+            [data] = json.loads(capsys.readouterr().out)["nodes"]
+            assert (data["name"], data["index"]) == (node.name, node.index)
+
+    def test_tensors_of_functions_are_apart(self, tmp_path):
+        block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())  # noqa: E731 - the same class each time
+        model = spread(nn.Sequential(block(), block())).eval()
+        file = exported_to(tmp_path / "flat.onnx", model, {"input": x(2, 3, 4)}, "torchscript")
+        htp_export.functions(file, ["0", "1"], tmp_path / "nested.onnx")
+        mapped = htp_export.nodes(tmp_path / "nested.onnx")
+        [product] = [node for node in mapped.nodes if node.operator == "MatMul"]
+        kinds = {tensor.name: tensor.kind for tensor in mapped.find(product.name).tensors}
+        assert kinds == {**dict.fromkeys(product.inputs, "input"), product.outputs[0]: "computed"}
+        [name] = [value.name for value in onnx.load(tmp_path / "nested.onnx").graph.input]
+        assert mapped.find(name).tensors[0].kind == "model input"
+
+    @pytest.mark.parametrize("columns", [60, 80, 132])
+    def test_a_table_in_a_terminal_fits_its_width_and_says_how_many_rows_are_left(
+        self, columns, shared_files
+    ):
+        mapped = htp_export.nodes(shared_files.net("transformer_encoder", "torchscript"))
+        rows = [*mapped.nodes] * 3
+        console = Console(width=columns, force_terminal=True, color_system=None, file=io.StringIO())
+        console.print(RowTable(DRAWN_COLUMNS["nodes"], rows, lambda more: f"{more} more"))
+        lines = console.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= columns
+        assert lines[-1] == f"{len(rows) - MOST_ROWS} more"
+        assert lines[0].split()[:3] == ["node", "operator", "modules"]
+        assert lines[1].startswith(mapped.nodes[0].name[:5])
+
+    def test_a_table_in_a_pipe_has_all_rows_and_whole_words(self, shared_files, capsys):
+        file = shared_files.net("transformer_encoder", "torchscript")
+        mapped = htp_export.nodes(file)
+        main(["nodes", str(file)])
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines[1 : 1 + len(mapped.nodes)]] == [
+            node.name for node in mapped.nodes
+        ]
 
 
 MODULES = [

@@ -116,3 +116,28 @@ def test_the_excess_says_how_far_beyond_the_tolerance_the_worst_element_is():
     assert difference(np.int64([1]), np.int64([2])).excess == INF
     assert difference(np.int64([1]), np.int64([1])).excess == 0
     assert difference(np.ones(2), np.ones(3)).excess == INF
+
+
+@pytest.mark.parametrize("values", [[NAN, NAN], [INF, -INF], [NAN, INF]])
+def test_where_no_element_is_finite_nothing_has_a_number(values):
+    found = difference(np.float32(values), np.float32(values))
+    assert found.agrees
+    assert not found.has_numbers
+    assert np.isnan(
+        [found.max_abs, found.mean_abs, found.max_rel, found.mean_rel, found.cosine]
+    ).all()
+
+
+def test_elements_that_are_not_finite_are_counted_by_side():
+    expected = np.float32([1, NAN, INF, NAN, INF, 2, 3, INF])
+    actual = np.float32([1, NAN, INF, 4, 5, NAN, -INF, -INF])
+    found = difference(expected, actual)
+    assert (found.nan, found.infinite, found.size) == (1, 1, 8)
+    assert (found.nan_sides, found.infinite_sides) == ((1, 1), (1, 1))
+
+
+def test_an_infinity_on_one_side_is_told_as_one():
+    found = difference(np.float32([1, 1]), np.float32([INF, 1]))
+    assert found.problem == "1 of 2 elements are infinite on one side only"
+    assert found.excess == INF
+    assert difference(np.float32([]), np.float32([])).cosine == 1

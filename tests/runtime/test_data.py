@@ -192,9 +192,9 @@ def test_one_run_is_taken_and_several_are_refused(code):
             Samples.of(RunSettings(data), MODEL).only("profile")
 
 
-@pytest.mark.parametrize("use", ["profile", "compare", "cost", "place", "placement", "carry"])
+@pytest.mark.parametrize("use", ["cost", "place", "placement", "carry"])
 def test_functions_of_one_run_refuse_several(use):
-    files = {"compare": 2, "carry": 2}.get(use, 1)
+    files = {"carry": 2}.get(use, 1)
     data = [{"x": np.ones((2, 4), np.float32)}] * 2
     options = {"plan": {".": "cpu"}} if use == "place" else {}
     with pytest.raises(InputError, match=f"{use} takes one run, but data have several"):

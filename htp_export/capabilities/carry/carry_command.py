@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.capabilities.carry import LEAST_KNOWN
+from htp_export.command.failed_exports import failed_exports
 from htp_export.command.model_options import LookOptions, SourceCall
 from htp_export.command.options import JsonOption, OutputOption, ShareOption
 from htp_export.command.outputs import report
@@ -77,7 +78,7 @@ def carry_command(
         option = "--data" if runs_on.data else "--dims"
         raise InputError(f"{option} is for a tagged file; of a model, give shapes with --shapes")
     else:
-        with steps.step(f"exporting {model.name}"):
+        with steps.step(f"exporting {model.name}"), failed_exports(model):
             before, inputs = _exported(model, after)
     with steps.step("carrying tags"):
         result = carry(before, after, data=inputs, seed=model.seed, require=0)

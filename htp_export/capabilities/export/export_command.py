@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.capabilities.export.export_options import DeployOptions, GraphOptions
+from htp_export.command.failed_exports import failed_exports
 from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show, warning_line
-from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
+from htp_export.errors import InputError, UntaggedExportWarning
 from htp_export.extras import required
 from htp_export.files.folders import check_folder, new_folder
 from htp_export.files.targets import Kind, check_parent
@@ -248,7 +249,7 @@ class FileExports:
         else:
             replaces = _never
         with written_whole(output, replaces=replaces) as target, _untagged_reasons() as reasons:
-            try:
+            with failed_exports(self.model):
                 program = self._program(call, target)
                 if call.checkpoint is not None:
                     call.checkpoint.check()
@@ -257,11 +258,6 @@ class FileExports:
                     self._finish_tagged(target)
                     self._pack(call, target)
                 beside = self.deploy.write_beside(self.model, call, target, program, output)
-            except (HtpExportError, CheckFailed):
-                raise
-            except Exception as error:
-                # torch's exporters pass on any error of the model, the tracer or a translation.
-                raise CheckFailed(_export_failed(error)) from error
             return reasons[0] if reasons else None, beside
 
     def _finish_tagged(self, target: Path) -> None:
@@ -384,19 +380,6 @@ def _check_written(file: Path, opset: int | None) -> None:
     other = other_opset(opset, read_model(file).opset_imports.get(""))
     if other is not None:
         raise CheckFailed(f"{other}; leave --opset away, or try --torchscript")
-
-
-def _export_failed(error: Exception) -> str:
-    """The root cause of an exporter's error, and the notes that htp_export added, in a few lines."""
-    cause = error
-    while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
-        cause = cause.__cause__
-    notes = list(getattr(error, "__notes__", ()))
-    if cause is not error:
-        notes += getattr(cause, "__notes__", ())
-    lines = [f"the export failed: {described(cause, lines=2)}"]
-    lines += [f"  {note}" for note in notes]
-    return "\n".join(lines)
 
 
 def _tree(call: SourceCall, tagged: TaggedModel) -> ModuleTree:

@@ -71,7 +71,7 @@ class ModuleFunctions:
             _log.warning("no module is a function: the model was exported without module tags")
             return None
         try:
-            nested = functions(tagged, self._selector(tagged.hierarchy.classes), output)
+            nested = functions(tagged, self._selector(tagged.classes), output)
         except InputError as error:
             if not self._every or isinstance(error, UntaggedModelError):
                 raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 from onnx_ir.tensor_adapters import TorchTensor
 
-from htp_export.capabilities.inspect.inspected import Inspected, Stop, is_of_model, reason_of
+from htp_export.capabilities.inspect.inspected import Inspected, Stop
 from htp_export.capabilities.inspect.runs import (
     ModuleRun,
     owners_in,
@@ -22,6 +22,8 @@ from htp_export.exporter.broken_graphs import BrokenRun, GraphBreak, GraphRun, r
 from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.torch_internals import scopes_of
+from htp_export.exporter.failures import reason_of
+from htp_export.exporter.model_lines import is_of_model
 from htp_export.exporter.torch_programs import LoweredGraph, lowered_graph
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo

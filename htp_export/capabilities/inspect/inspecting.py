@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from htp_export.capabilities.inspect.breaks import Piece, graphs_with_breaks, merged
-from htp_export.capabilities.inspect.inspected import Inspected, Stop, Way, reason_of, stop_of
+from htp_export.capabilities.inspect.inspected import Inspected, Stop, Way
 from htp_export.capabilities.inspect.runs import (
     owners_in,
     run_once,
@@ -27,6 +27,7 @@ from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.patches import translations_read_once
 from htp_export.exporter.exporting import export
+from htp_export.exporter.failures import place_of_failure, reason_of
 from htp_export.exporter.torch_programs import exported_graph, lowered_graph
 from htp_export.format import tags
 from htp_export.format.fates import Fate
@@ -93,7 +94,8 @@ def inspect(
             try:
                 inspected = _quietly(trace, model, positional, named, stopped)
             except Exception as error:  # any error of torch on a model that it cannot trace
-                stopped.append(stop_of(way, error, path_by_id))
+                place = place_of_failure(error, path_by_id)
+                stopped.append(Stop(way, reason_of(error), *place))
                 _log.debug("%s", stopped[-1], exc_info=error)
                 continue
             if way != "onnx":

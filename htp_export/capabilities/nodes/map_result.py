@@ -2,171 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
+from htp_export.capabilities.nodes.entries import (
+    MappedInitializer,
+    MappedModule,
+    MappedNode,
+    MappedParameter,
+)
+from htp_export.capabilities.nodes.finding import Finder, FoundNodes, Uncomputed
 from htp_export.errors import InputError
-from htp_export.format.torch_metadata import SourceLine
 from htp_export.reporting.columns import Column, chosen, csv_text, data_frame, record
-from htp_export.reporting.result import PlainData, Result, Table
+from htp_export.reporting.result import Result, Table
 from htp_export.reporting.tag_facts import TagFacts
 
 MapTable: TypeAlias = Literal["nodes", "modules", "parameters", "initializers"]
-
-
-class _Use:
-    """The use of a parameter, with its transformations ``how``."""
-
-    name: str
-    how: tuple[str, ...]
-
-    def __str__(self) -> str:
-        if self.how:
-            return f"{self.name} ({', '.join(self.how)})"
-        return self.name
-
-
-@dataclass(frozen=True)
-class ParameterUse(_Use):
-    """A parameter that a node uses, or that an initializer contains.
-
-    Attributes:
-        name: Its name in PyTorch; of tied ones, the name in the module of the node.
-        initializer: The initializer that contains it.
-        how: Its transformations, in order: ``transposed``, ``cast``, ...; empty if there are none.
-    """
-
-    name: str
-    initializer: str
-    how: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class InitializerUse(_Use):
-    """An initializer that contains a parameter.
-
-    Attributes:
-        name: Its name.
-        how: The transformations of the parameter; empty if there are none.
-    """
-
-    name: str
-    how: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class MappedNode(PlainData):
-    """A node.
-
-    Attributes:
-        name: Its name; that of its first output if it has none.
-        operator: Its operator, with the domain if that is not ONNX's.
-        modules: The modules that it computes, in execution order; several if work was merged.
-        calls: Module → numbers of its calls that the node computes, for modules that ran several
-            times.
-        reason: The evidence for the modules, a word of ``docs/format.md``.
-        parameters: The parameters that it uses, directly or through nodes that only transpose,
-            cast or reshape them.
-        inputs: Names of its input tensors; ``""`` for an absent input.
-        outputs: Names of its output tensors.
-        inside: The function that contains it, or the node whose branch or loop body contains it;
-            ``""`` for the main graph.
-        stack: The Python lines at which it was captured, the innermost last; empty if the file
-            does not contain them.
-    """
-
-    derived = ("source",)
-
-    name: str
-    operator: str
-    modules: tuple[str, ...] = ()
-    calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    reason: str = ""
-    parameters: tuple[ParameterUse, ...] = ()
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    inside: str = ""
-    stack: tuple[SourceLine, ...] = ()
-
-    @property
-    def source(self) -> str:
-        """The innermost Python line, ``/path/net.py:7``; ``""`` if it is unknown."""
-        if not self.stack:
-            return ""
-        line = self.stack[-1]
-        return f"{line.file}:{line.line}"
-
-
-class _WithNodes(PlainData):
-    """An entry with nodes, which are names in plain data."""
-
-    nodes: tuple[MappedNode, ...]
-
-    def data(self) -> dict[str, Any]:
-        return {**super().data(), "nodes": [node.name for node in self.nodes]}
-
-
-@dataclass(frozen=True)
-class MappedModule(_WithNodes):
-    """A module.
-
-    Attributes:
-        path: Its path.
-        class_name: Its class.
-        calls: Number of its runs.
-        fate: Its fate, a word of ``docs/format.md``.
-        nodes: The nodes that it computes itself, without nodes of its descendants.
-        parameters: Names of its own parameters.
-    """
-
-    path: str
-    class_name: str = ""
-    calls: int = 0
-    fate: str = ""
-    nodes: tuple[MappedNode, ...] = ()
-    parameters: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class MappedParameter(_WithNodes):
-    """A parameter of the PyTorch model.
-
-    Attributes:
-        name: Its name, as in ``model.named_parameters()``.
-        module: The module that owns it.
-        shape: Its shape in PyTorch.
-        tied: The name of the same parameter in an earlier module; ``""`` if there is none.
-        initializers: The initializers that contain it; empty if it is unused.
-        nodes: The nodes that use it.
-    """
-
-    name: str
-    module: str
-    shape: tuple[int, ...]
-    tied: str = ""
-    initializers: tuple[InitializerUse, ...] = ()
-    nodes: tuple[MappedNode, ...] = ()
-
-
-@dataclass(frozen=True)
-class MappedInitializer(_WithNodes):
-    """A weight of the file: an initializer, or the value of a ``Constant``.
-
-    Attributes:
-        name: Its name in the file.
-        shape: Its shape.
-        dtype: The type of its elements, by numpy's name.
-        parameters: The parameters that it contains; empty for buffers and constants.
-        nodes: The nodes that use it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    parameters: tuple[ParameterUse, ...] = ()
-    nodes: tuple[MappedNode, ...] = ()
 
 
 def _plain_text(value: Any) -> str:
@@ -224,7 +78,7 @@ _COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
         _PARAMETER_NAMES,
         _HOW,
         _column("initializers", value=_of_each("parameters", "initializer")),
-        *map(_column, ("inputs", "outputs", "inside")),
+        *map(_column, ("inputs", "outputs", "inside", "index")),
         _column("source", text=lambda source: source.rpartition("/")[2]),
     ),
     "modules": (
@@ -253,7 +107,7 @@ _COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
 }
 """The columns of each table as data."""
 
-DRAWN_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
+_DRAWN_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
     "nodes": (
         *chosen(_COLUMNS["nodes"], ("name", "operator", "modules")),
         _uses("parameters"),
@@ -268,7 +122,32 @@ DRAWN_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
     ),
     "initializers": (*_COLUMNS["initializers"][:3], _uses("parameters"), _NODE_NAMES),
 }
+
+_KEPT = (
+    "modules",
+    "operator",
+    "class_name",
+    "nodes",
+    "source",
+    "parameters",
+    "initializers",
+    "shape",
+)
+"""Columns that a narrow terminal keeps, the most important first."""
+
+
+def _keep(column: Column[Any]) -> Column[Any]:
+    place = _KEPT.index(column.name) if column.name in _KEPT else len(_KEPT)
+    return replace(column, keep=len(_KEPT) - place)
+
+
+DRAWN_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
+    table: tuple(map(_keep, columns)) for table, columns in _DRAWN_COLUMNS.items()
+}
 """The columns of each table in drawings."""
+
+
+_LONGEST_INDEX = 10  # digits
 
 
 @dataclass(frozen=True)
@@ -284,6 +163,9 @@ class ModelMap(Result):
         from_pytorch: Whether the file contains PyTorch's parameters; otherwise they are the
             initializers whose names begin with the path of a module.
         tags: Facts about the tags of the file.
+        outputs: Names of the outputs of the model.
+        uncomputed: Function, or ``""`` for the graph, and tensor → kind, of tensors that no node
+            computes.
     """
 
     derived = ("notes",)
@@ -294,6 +176,8 @@ class ModelMap(Result):
     initializers: Mapping[str, MappedInitializer]
     from_pytorch: bool = True
     tags: TagFacts = field(default_factory=TagFacts)
+    outputs: tuple[str, ...] = field(default=(), repr=False)
+    uncomputed: Mapping[tuple[str, str], Uncomputed] = field(default_factory=dict, repr=False)
 
     @property
     def summary(self) -> str:
@@ -312,6 +196,58 @@ class ModelMap(Result):
         return (
             "the file does not say which parameters PyTorch had: initializers named after a module count as such",
         )
+
+    @cached_property
+    def _finder(self) -> Finder:
+        return Finder(self.nodes, self.modules, self.initializers, self.uncomputed, self.outputs)
+
+    def find(self, what: str | int) -> FoundNodes:
+        """Find nodes by name, by a tensor, or by index, with the nodes around them.
+
+        Args:
+            what: The name of a node; the name of a tensor: the node that computes it, or the nodes
+                that read an input or a weight; or the index of a node in the main graph, from 0.
+
+        Raises:
+            InputError: There is no such node or tensor; the message has similar names.
+
+        Examples:
+            >>> import torch, htp_export
+            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+            >>> mapped = htp_export.nodes(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+            >>> print(mapped.find("linear").summary)
+            linear is a tensor that node_linear (Gemm) of 0 computes
+        """
+        return self._finder.find(what)
+
+    def key_of(self, typed: str) -> str | int:
+        """The argument of `find` for a text: an index if it is a number, and no name."""
+        if typed.isdecimal() and len(typed) < _LONGEST_INDEX and not self._finder.knows(typed):
+            return int(typed)
+        return typed
+
+    def __getitem__(self, what: str | int) -> MappedNode:
+        """The node with a name or index, or that computes a tensor.
+
+        Raises:
+            InputError: There is no such node, or there are several.
+        """
+        found = self.find(what)
+        if len(found.nodes) == 1:
+            return found.nodes[0]
+        if found.nodes:
+            places = ", ".join(
+                f"{node.index} in {node.inside or 'the graph'}" for node in found.nodes
+            )
+            raise InputError(
+                f"{len(found.nodes)} nodes have this name: {places}; find({what!r}) has all"
+            )
+        raise InputError(
+            f"{found.summary}: no node computes it; find({what!r}) has the nodes that read it"
+        )
+
+    def __iter__(self) -> Iterator[MappedNode]:
+        return iter(self.nodes)
 
     def rows(self, table: MapTable) -> Sequence[Any]:
         """The rows of a table.

@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from htp_export.capabilities.nodes.map_result import (
+from htp_export.capabilities.nodes.entries import (
     InitializerUse,
     MappedInitializer,
     MappedModule,
     MappedNode,
     MappedParameter,
-    ModelMap,
     ParameterUse,
 )
+from htp_export.capabilities.nodes.finding import Uncomputed
+from htp_export.capabilities.nodes.map_result import ModelMap
 from htp_export.format import tags
-from htp_export.format.torch_metadata import source_lines
+from htp_export.format.torch_metadata import source_lines, source_of
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import dtype_name, stored_tensor
 from htp_export.model.regions import name_of_node
@@ -48,7 +49,8 @@ def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> Mode
         select: Only these modules and their descendants, with their nodes, parameters and weights.
 
     Returns:
-        The map: ``.nodes``, ``.modules[path]``, ``.parameters[name]``, ``.initializers[name]``.
+        The map: ``.nodes``, ``.modules[path]``, ``.parameters[name]``, ``.initializers[name]``, and
+        indexed by the name of a node or of a tensor, or by the index of a node in the graph.
 
     Raises:
         FileError: The file cannot be read.
@@ -64,6 +66,8 @@ def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> Mode
         [('MatMul', ('0',), ['0.weight (transposed)']), ('Add', ('0',), ['0.bias']), ('Relu', ('1',), [])]
         >>> [node.operator for node in mapped.parameters["0.weight"].nodes]
         ['MatMul']
+        >>> mapped["node_relu"].modules, mapped[0].operator
+        (('1',), 'MatMul')
     """
     tagged = load(model)
     tagged.require_tags()
@@ -87,9 +91,18 @@ class _Mapper:
         self._names = {
             value: unique.unused(value.name or "unnamed") for value in self._places.places
         }
-        self._functions = {
-            body.graph: "::".join(body.identifier()[:2]) for body in tagged.model.functions.values()
-        }
+        self._functions: dict[ir.Graph, str] = {}
+        self._indices: dict[ir.Node, int] = {}
+        # the function that contains a node, also in branches and loop bodies
+        self._function_of: dict[ir.Node, str] = {}
+        for function in tagged.model.functions.values():
+            name = "::".join(function.identifier()[:2])
+            self._functions[function.graph] = name
+            self._function_of.update(dict.fromkeys(function.all_nodes(), name))
+        numbers: defaultdict[object, int] = defaultdict(int)
+        for node in tagged.nodes:
+            self._indices[node] = numbers[node.graph]
+            numbers[node.graph] += 1
 
     def result(self) -> ModelMap:
         """Map the selected nodes first; the other tables list the nodes of each entry."""
@@ -117,7 +130,26 @@ class _Mapper:
             initializers=initializers,
             from_pytorch=self._tagged.parameters is not None,
             tags=self._tagged.tag_facts,
+            outputs=tuple(str(value.name) for value in self._tagged.model.graph.outputs),
+            uncomputed=self._uncomputed(),
         )
+
+    def _uncomputed(self) -> dict[tuple[str, str], Uncomputed]:
+        """Function, or ``""`` for the graph, and tensor → kind, of tensors that no node computes."""
+        model = self._tagged.model
+        found: dict[tuple[str, str], Uncomputed] = {}
+        found.update({("", str(value.name)): "model input" for value in model.graph.inputs})
+        # an initializer that is an input, too, is a default
+        found.update({("", name): "stored" for name in model.graph.initializers})
+        for function in model.functions.values():
+            scope = self._functions[function.graph]
+            found.update({(scope, str(value.name)): "input" for value in function.inputs})
+        for node, bodies in self._tagged.index.bodies.items():
+            scope = self._function_of.get(node, "")
+            for body in bodies:
+                found.update({(scope, str(value.name)): "input" for value in body.inputs})
+                found.update({(scope, name): "stored" for name in body.initializers})
+        return found
 
     def _is_chosen(self, node: ir.Node) -> bool:
         work = self._tagged.index.works[node]
@@ -149,6 +181,9 @@ class _Mapper:
             inputs=tuple("" if value is None else value.name or "" for value in node.inputs),
             outputs=tuple(value.name or "" for value in node.outputs),
             inside=self._inside(node),
+            index=self._indices[node],
+            function=self._function_of.get(node, ""),
+            line=source_of(node),
             stack=source_lines(node),
         )
 

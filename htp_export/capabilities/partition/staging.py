@@ -13,7 +13,7 @@ from htp_export.capabilities.partition.chain import Border, Chain, stages_of
 from htp_export.capabilities.partition.partitions import Partition
 from htp_export.capabilities.partition.stage_folder import check_folder, write_folder
 from htp_export.discovery import plug_in
-from htp_export.errors import FileError, InputError, UnknownModuleError
+from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json, write_json
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, load
@@ -222,8 +222,7 @@ def _named(chain: Chain, modules: Sequence[str]) -> list[int]:
         raise InputError(f"stages begin at a list of modules, not at one text: [{modules!r}]")
     begins: dict[int, str] = {}
     for path in modules:
-        if path not in chain.tagged:
-            raise UnknownModuleError(path, chain.tagged)
+        chain.tagged[path]  # raises an error for an unknown module
         if path not in chain.spans:
             raise InputError(
                 f"no stage can begin at module {path!r}: it has no nodes of its own in the graph"

@@ -36,7 +36,7 @@ def render_profile(
     rows = _shown(profile, depth)
     if sort != "tree":
         rows.sort(key=lambda row: -float(getattr(row, f"{sort}_ms")))
-    columns = [*chosen(profile.columns, (*_COLUMNS, *profile.drawn_memory)), _MOSTLY]
+    columns = [*chosen(profile.columns, (*_COLUMNS, *profile.drawn_extras)), _MOSTLY]
     table = TreeTable(rows, columns, _alike if fold else None, _merged, flat=sort != "tree")
     return with_lines(table, (profile.summary, *profile.lines))
 
@@ -67,7 +67,7 @@ def _merged(modules: Sequence[ModuleLatency]) -> ModuleLatency:
         by_op.update(module.by_op)
     memories = [module.memory for module in modules if module.memory is not None]
     memory = merged_row(memories, means=vars(memories[0])) if memories else None
-    row = merged_row(modules, means=("total_ms", "self_ms", "share"))
+    row = merged_row(modules, means=("total_ms", "self_ms", "share", "worst_ms"))
     return replace(row, by_op=dict(by_op.most_common()), memory=memory)
 
 

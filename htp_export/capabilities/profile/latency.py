@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from htp_export.capabilities.profile.latency_results import OWN_ENGINE, Profile
-from htp_export.capabilities.profile.measured_memory import memory_by_module
-from htp_export.capabilities.profile.measurements import ProfileEngine
+from htp_export.capabilities.profile.measured_memory import MeasuredMemory, memory_by_module
+from htp_export.capabilities.profile.measurements import Measurement, ProfileEngine
 from htp_export.capabilities.profile.onnxruntime_engine import measure
+from htp_export.capabilities.profile.recorded_measurements import read_measurements
 from htp_export.discovery import plug_in
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
@@ -55,12 +57,13 @@ def profile(
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
             Nothing is written beside a file.
-        data: The inputs of one run, as for `quantize`. Random by default: floats are normal,
+        data: The inputs of one run or of several, as for `quantize`; of several, the times are means,
+            and ``worst_ms`` of a module is its longest one. Random by default: floats are normal,
             integers 0 or 1, booleans true.
         dims: Open dimension → size, for random inputs; 1 by default. ``data`` of other sizes are
             refused.
         shapes: For random inputs: input name → shape.
-        runs: Number of measured runs, each with the profiler and without.
+        runs: Number of measured runs of each inputs, each with the profiler and without.
         warmup: Number of runs before the measurement.
         providers: Execution providers, in order of preference, as for
             ``onnxruntime.InferenceSession``.
@@ -75,8 +78,9 @@ def profile(
         engine: ``onnxruntime``, or the name of an engine of another package: an entry point of the
             group ``htp_export.profile``.
         engine_options: Options of such an engine.
-        measured: Run nothing; read the files in which such an engine recorded measurements
-            elsewhere.
+        measured: Run nothing; read the files in which the engine recorded measurements elsewhere. Of
+            ONNX Runtime, these are files of ``session.end_profiling()``, of one session each or of
+            several; kernels that are no nodes of the model are counted and named.
 
     Returns:
         Times in ms, by module path.
@@ -107,8 +111,12 @@ def profile(
     other: ProfileEngine | None = None if engine == OWN_ENGINE else plug_in("profile", engine)
     if other is None:
         settings.check_providers()
-        if options or measured is not None:
-            raise InputError("engine_options and measured are for other engines, see engine")
+        if options:
+            raise InputError("engine_options are for other engines, see engine")
+        if measured is not None and (memory or timing != "auto"):
+            raise InputError(
+                "measured reads times of a run that took place; memory and timing have no effect"
+            )
     elif not settings.has_default_session or memory or timing == "modules":
         raise InputError(
             f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
@@ -117,11 +125,18 @@ def profile(
     tagged = read_flat(original)  # ONNX Runtime would inline functions, with names of its own
     tagged.require_tags()
     name = name_of(model, "the model")
+    if measured is not None and (settings.has_inputs or options):
+        raise InputError(
+            "measured reads times of a run that took place; data, sizes and options have no effect"
+        )
+    if measured is not None and not measured:
+        raise InputError("measured has no files")
+    if other is None and measured is not None:
+        with temporary_folder() as folder:
+            runs_there = _runnable(model, tagged, tagged is original, folder)
+            read = read_measurements(tagged, measured, runs_there, settings, folder)
+        return replace(Profile.of(tagged, read, engine), recorded=True)
     if other is not None and measured is not None:
-        if settings.has_inputs or options:
-            raise InputError(
-                "measured reads times of a run that took place; data, sizes and options have no effect"
-            )
         return _recorded(other, engine, tagged, measured, name)
     if other is not None and not hasattr(other, "measure"):
         raise InputError(
@@ -129,17 +144,26 @@ def profile(
         )
     settings.check_timed_runs(1)
     check_whole("warmup", warmup, 0, MOST_RUNS)
-    feed = Samples.of(settings, tagged.model).only("profile")
+    samples = Samples.of(settings, tagged.model)
+    results: list[Measurement] = []
+    allocated: MeasuredMemory | None = None
+    notes: tuple[str, ...] = ()
     with temporary_folder() as folder:
-        if other is not None:
-            result = other.measure(
-                tagged, feed, runs, warmup, name=name, options=options, folder=folder
-            )
-            return Profile.of(tagged, result, engine, feed.notes)
-        runnable = _runnable(model, tagged, tagged is original, folder)
-        result = measure(tagged, runnable, feed, settings, warmup, timing=timing, folder=folder)
-        allocated = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
-        return Profile.of(tagged, result, engine, feed.notes, allocated)
+        runnable = _runnable(model, tagged, tagged is original, folder) if other is None else None
+        for feed in samples.feeds():
+            notes = feed.notes
+            if other is not None:
+                result = other.measure(
+                    tagged, feed, runs, warmup, name=name, options=options, folder=folder
+                )
+                results.append(result)
+                continue
+            assert runnable is not None
+            result = measure(tagged, runnable, feed, settings, warmup, timing=timing, folder=folder)
+            if memory and not results:  # of the first inputs
+                allocated = memory_by_module(runnable, settings, feed, tagged, folder)
+            results.append(result)
+    return Profile.over_inputs(tagged, results, engine, notes, allocated)
 
 
 def _recorded(

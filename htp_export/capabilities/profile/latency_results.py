@@ -6,11 +6,11 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from htp_export.capabilities.profile.measured_memory import MeasuredMemory, ModuleMemory
-from htp_export.capabilities.profile.measurements import Kernel, Measurement
+from htp_export.capabilities.profile.measurements import Kernel, Measurement, mean_of
 from htp_export.errors import InputError
 from htp_export.format.selectors import select
 from htp_export.model.module_facts import ModuleFacts, contents_of
@@ -49,6 +49,7 @@ PROFILE_COLUMNS: tuple[Column[ModuleLatency], ...] = (
     Column("fate", "fate", right=False),
     Column("total_ms", "total", unit="ms", keep=5),
     Column("self_ms", "self", unit="ms", keep=4),
+    Column("worst_ms", "worst", unit="ms", keep=4),
     Column("share", "share", unit="%", keep=3),
     Column("fused_ms", "fused", unit="ms"),
     Column("kernels", "kernels", keep=2),
@@ -92,6 +93,7 @@ class ModuleLatency(ModuleFacts):
         by_op: Operator type of a kernel → its part of ``total_ms``, the longest first.
         memory: Allocations of ONNX Runtime for it, beside the estimate of ``cost``; None if they
             were not measured.
+        worst_ms: The longest ``total_ms`` of several inputs; the other times are means. None for one.
     """
 
     total_ms: float
@@ -102,6 +104,7 @@ class ModuleLatency(ModuleFacts):
     launches: float
     by_op: Mapping[str, float]
     memory: ModuleMemory | None = None
+    worst_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ class Profile(ModuleTable):
         timing: The kind of times: ``kernels``; ``launches``, if a device only queues kernels and
             their times are unknown; ``modules``, if each module ran alone; ``layers``, from an
             engine's files: they are means over all runs, and the other times their sums.
+        recorded: Whether ONNX Runtime recorded the times elsewhere; ``end_to_end_ms`` is then the
+            time in kernels, as no run without the profiler is known.
     """
 
     columns = PROFILE_COLUMNS
@@ -150,6 +155,7 @@ class Profile(ModuleTable):
     memory: MeasuredMemory | None = None
     engine: str = OWN_ENGINE
     timing: str = "kernels"
+    recorded: bool = False
 
     @classmethod
     def of(
@@ -179,6 +185,28 @@ class Profile(ModuleTable):
             timing=measured.timing,
         )
 
+    @classmethod
+    def over_inputs(
+        cls,
+        tagged: TaggedModel,
+        measured: Sequence[Measurement],
+        engine: str,
+        notes: Sequence[str] = (),
+        memory: MeasuredMemory | None = None,
+    ) -> Profile:
+        """Sum up the measurements of several inputs: means, and the longest time of each module."""
+        if len(measured) == 1:
+            return cls.of(tagged, measured[0], engine, notes, memory)
+        whole = cls.of(
+            tagged, mean_of(measured, "inputs, measured one after the other"), engine, notes, memory
+        )
+        worst: defaultdict[str, float] = defaultdict(float)
+        for each in measured:
+            for path, row in latency_by_module(each.kernels, tagged).items():
+                worst[path] = max(worst[path], row.total_ms)
+        rows = {path: replace(row, worst_ms=worst[path]) for path, row in whole.modules.items()}
+        return replace(whole, modules=rows)
+
     def over(self, budgets: Mapping[str, str | float]) -> dict[str, float]:
         """Modules whose total exceeds their budget: module path → budget in ms.
 
@@ -200,22 +228,24 @@ class Profile(ModuleTable):
         }
 
     def module_data(self, row: ModuleLatency) -> dict[str, Any]:
-        """The entry of a module in JSON; memory only if it was measured."""
+        """The entry of a module in JSON; memory and the worst time only if they were measured."""
         entries = super().module_data(row)
-        if self.memory is not None:
-            return entries
-        unknown = names_of(_MEMORY_COLUMNS)
+        unknown = set() if self.memory is not None else set(names_of(_MEMORY_COLUMNS))
+        if row.worst_ms is None:
+            unknown.add("worst_ms")
         return {name: value for name, value in entries.items() if name not in unknown}
 
     @property
     def drawn(self) -> Sequence[Column[ModuleLatency]]:
         """The columns of the table as text."""
-        return chosen(self.columns, (*_DRAWN, *self.drawn_memory))
+        return chosen(self.columns, (*_DRAWN, *self.drawn_extras))
 
     @property
-    def drawn_memory(self) -> Sequence[str]:
-        """The names of the memory columns, if memory was measured."""
-        return _DRAWN_MEMORY if self.memory is not None else ()
+    def drawn_extras(self) -> Sequence[str]:
+        """The names of the columns of several inputs, and of memory, as far as they were measured."""
+        root = self.modules.get("")
+        worst = ("worst_ms",) if root is not None and root.worst_ms is not None else ()
+        return (*worst, *(_DRAWN_MEMORY if self.memory is not None else ()))
 
     @property
     def listed(self) -> Sequence[ModuleLatency]:
@@ -231,6 +261,11 @@ class Profile(ModuleTable):
         if self.timing == "modules":
             whole = f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}"
             return f"{whole}; {self.kernels_ms:.3f} ms in modules alone"
+        if self.recorded:
+            return (
+                f"{self.profiled_ms:.3f} ms a run under the profiler, median of {self.runs}; "
+                f"{self.kernels_ms:.3f} ms of it in kernels"
+            )
         return (
             f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
             f"{self.profiled_ms:.3f} ms under the profiler, {self.kernels_ms:.3f} ms of it in kernels"

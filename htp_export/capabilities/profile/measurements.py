@@ -159,6 +159,10 @@ class Measurement:
     at_once: int = 1
     notes: tuple[str, ...] = ()
 
+    def with_note(self, note: str) -> Measurement:
+        """The measurement with one more note, before the others."""
+        return replace(self, notes=(note, *self.notes))
+
     @property
     def kernels_ms(self) -> float:
         """The sum of the kernels."""
@@ -242,3 +246,34 @@ def consistent(measure: Callable[[], Measurement]) -> Measurement:
         "other work keeps the processor busy: compare modules by their share, or measure again on an idle machine"
     )
     return replace(best, notes=(contradiction, *best.notes))
+
+
+def mean_of(measured: Sequence[Measurement], of: str = "sessions") -> Measurement:
+    """Several measurements as one: the mean of each kernel, and the times of all runs.
+
+    ``of`` is a noun for them, for a note.
+    """
+    kernels: dict[Kernel, list[Kernel]] = {}
+    for measurement in measured:
+        seen: defaultdict[Kernel, int] = defaultdict(int)
+        for kernel in measurement.kernels:
+            # kernels of one name are told apart by their order; a branch may not run each time
+            key = replace(
+                kernel, ms=0.0, launches=float(seen[replace(kernel, ms=0.0, launches=0.0)])
+            )
+            seen[replace(kernel, ms=0.0, launches=0.0)] += 1
+            kernels.setdefault(key, []).append(kernel)
+    means = []
+    for each in kernels.values():
+        ms = sum(kernel.ms for kernel in each) / len(measured)
+        launches = sum(kernel.launches for kernel in each) / len(measured)
+        means.append(replace(each[0], ms=ms, launches=launches))
+    notes = dict.fromkeys(note for measurement in measured for note in measurement.notes)
+    return replace(
+        measured[0],
+        kernels=tuple(means),
+        profiled=[ms for measurement in measured for ms in measurement.profiled],
+        plain=[ms for measurement in measured for ms in measurement.plain],
+        runs=sum(measurement.runs for measurement in measured),
+        notes=(f"the mean of {len(measured)} {of}", *notes),
+    )

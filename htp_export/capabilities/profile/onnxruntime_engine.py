@@ -204,7 +204,7 @@ def _kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> t
 
     graph = tagged.model if optimized is None else optimized
     works = optimized_works(tagged, graph)
-    nodes = _nodes(trace.times, graph)
+    nodes = nodes_of_kernels(trace.times, graph)
     kernels = []
     for key in trace.times:
         launches = trace.launches[key] / trace.runs
@@ -214,7 +214,7 @@ def _kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> t
     return tuple(kernels)
 
 
-def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[ir.Node]]:
+def nodes_of_kernels(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[ir.Node]]:
     """Kernel → the nodes that it may be; more than one only if equal names are ambiguous."""
     groups: defaultdict[tuple[tuple[KernelKey, ...], str, str], list[KernelKey]] = defaultdict(list)
     nodes_of_kernel: dict[KernelKey, list[ir.Node]] = {}

@@ -60,7 +60,7 @@ def profile_command(
     measured: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Run nothing; read a file with measurements of the engine. May be repeated."
+            help="Run nothing; read a trace of ONNX Runtime's profiler, or a file of another engine. May be repeated."
         ),
     ] = None,
     budget: Annotated[
@@ -91,7 +91,7 @@ def profile_command(
         check_whole(f"--threads, on {os.cpu_count()} cores:", threads, 1, most_threads())
     budgets = typed_pairs(budget or (), "--budget", "SELECTOR=LIMIT")
     if budgets:  # invalid ones are refused before the measurement
-        budgets_by_module(budgets, load(file).hierarchy.classes)
+        budgets_by_module(budgets, load(file).classes)
     # ONNX Runtime warns of options that are set again.
     with Steps(quiet=as_json).step(f"profiling {file}"), quiet_runtime():
         result = profile(

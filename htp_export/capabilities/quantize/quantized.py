@@ -31,7 +31,7 @@ from htp_export.runtime.samples import Samples
 from htp_export.runtime.sessions import RunnableModel, Session
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.verify.results import ModuleResult
+    from htp_export.capabilities.verify.results import ModuleResult, NotFinite
 
 _MOST_COMPARED = 4
 """Runs of the data that are compared: each compares every module, which takes seconds for a large
@@ -54,6 +54,8 @@ class Check(PlainData):
         ms_before: Median time of a run of the original.
         ms_after: The same of the result; the runs of both alternate.
         runs: How many runs of each were timed.
+        not_finite: The first tensor with infinite elements, and the first one with NaN, as `compare`
+            finds them in the first compared run that has any.
     """
 
     derived = ("speedup",)
@@ -68,6 +70,7 @@ class Check(PlainData):
     ms_before: float
     ms_after: float
     runs: int
+    not_finite: tuple[NotFinite, ...] = ()
 
     @property
     def speedup(self) -> float:
@@ -85,6 +88,7 @@ class Check(PlainData):
             error = f"worst module on {data}: {self.worst or '(root)'}, max difference {self.max_abs:.2g}{cosine}"
         return (
             error,
+            *(first.text for first in self.not_finite),
             f"{self.ms_before:.3f} ms a run before, {self.ms_after:.3f} ms after ({self.speedup:.2f} times as fast): "
             f"medians of {self.runs} runs each, in turn, on this machine",
         )
@@ -99,8 +103,10 @@ def check_of(
     feeds = [dict(feed) for feed in itertools.islice(samples, _MOST_COMPARED)]
     worst: ModuleResult | None = None
     largest = -math.inf
+    not_finite: tuple[NotFinite, ...] = ()
     for feed in feeds:
         result = compare(original, changed, feed)
+        not_finite = not_finite or result.not_finite
         row = None if result.worst is None else result.modules[result.worst]
         if row is None or row.max_abs is None:
             continue
@@ -126,6 +132,7 @@ def check_of(
         ms_before=before,
         ms_after=after,
         runs=TIMED_RUNS,
+        not_finite=not_finite,
     )
 
 

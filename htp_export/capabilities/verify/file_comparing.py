@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.verify.checking import (
     CheckedCall,
+    Tolerances,
     check_calls,
     is_tensor,
     leaving_tensors,
@@ -23,9 +24,15 @@ from htp_export.capabilities.verify.file_run import (
     with_sorted_results,
     with_taken_branches,
 )
-from htp_export.capabilities.verify.locating import blame_by_graph, module_results, tolerance_of
+from htp_export.capabilities.verify.locating import (
+    blame_by_graph,
+    first_not_finite,
+    line_at_fault,
+    module_results,
+    tolerance_of,
+)
 from htp_export.capabilities.verify.pytorch_run import ModuleCall
-from htp_export.capabilities.verify.results import NOT_COMPARED, Comparison, ModuleResult
+from htp_export.capabilities.verify.results import NOT_COMPARED, Comparison, ModuleResult, over_runs
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -65,8 +72,8 @@ def compare(
     Args:
         a: The reference: a file, or a model in memory.
         b: The model to compare with it.
-        data: The inputs of one run, as for `quantize`, with the names of ``a``; None for random
-            inputs.
+        data: The inputs of one run or of several, as for `quantize`, with the names of ``a``; None
+            for random inputs. Of several runs, a module has the numbers of its worst run.
         dims: Name of an open dimension of ``a`` → size. The default for random inputs is 1;
             ``data`` of other sizes are refused.
         shapes: For random inputs: input name → shape.
@@ -79,7 +86,7 @@ def compare(
 
     Returns:
         The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``,
-        ``.modules[path].status``.
+        ``.modules[path].status``; of several runs also ``.modules[path].mean_max_abs``.
 
     Raises:
         InputError: The files are not of one model, or cannot run on these inputs.
@@ -103,23 +110,58 @@ def compare(
     _check_one_model(ours, theirs, first_name, second_name)
     allowed = tolerance_of(ours, tolerances or {})
     chosen = set(ours.paths if select is None else ours.select(select))
-    feed = Samples.of(settings, ours.model).only("compare")
-    other_feed = _other_feed(ours, theirs, feed, second_name)
-    runs = (ours, first_name, feed.arrays), (theirs, second_name, other_feed)
-    first, second = (
-        with_taken_branches(with_sorted_results(FileRun(*run, settings, portion_bytes)))
-        for run in runs
+    comparing = _Files(
+        ours, theirs, first_name, second_name, settings, portion_bytes, chosen, allowed
     )
-    with ArrayStore.opened(portion_bytes) as store:
-        calls = calls_in_file(first, store)
-        wanted = [call for call in calls if call.path in chosen and call.path in second.tagged]
-        paired = [pair_call(second.tagged, call) for call in wanted]
-        checked = check_calls(second, paired, allowed)
-    blame = blame_by_graph(second.tagged, checked)
-    results = module_results(first.tagged, chosen, checked, blame, {}, isolated=False)
-    modules = _with_reasons(results, calls, checked, first, second)
-    wrong = tuple(path for path in blame.modules if path in modules)
-    return Comparison(modules, wrong, tags=(ours.tag_facts, theirs.tag_facts), assumed=feed.notes)
+    samples = Samples.of(settings, ours.model)
+    return over_runs([comparing.compared(feed) for feed in samples.feeds()])
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Two files to compare, and how."""
+
+    ours: TaggedModel
+    theirs: TaggedModel
+    first_name: str
+    second_name: str
+    settings: RunSettings
+    portion_bytes: int
+    chosen: Collection[str]
+    allowed: Tolerances
+
+    def compared(self, feed: Feed) -> Comparison:
+        """Run both files on the inputs of one run, and compare their modules."""
+        other_feed = _other_feed(self.ours, self.theirs, feed, self.second_name)
+        runs = (
+            (self.ours, self.first_name, feed.arrays),
+            (self.theirs, self.second_name, other_feed),
+        )
+        first, second = (
+            with_taken_branches(
+                with_sorted_results(FileRun(*run, self.settings, self.portion_bytes))
+            )
+            for run in runs
+        )
+        with ArrayStore.opened(self.portion_bytes) as store:
+            calls = calls_in_file(first, store)
+            wanted = [
+                call for call in calls if call.path in self.chosen and call.path in second.tagged
+            ]
+            paired = [pair_call(second.tagged, call) for call in wanted]
+            checked = check_calls(second, paired, self.allowed)
+        blame = blame_by_graph(second.tagged, checked)
+        results = module_results(first.tagged, self.chosen, checked, blame, {}, isolated=False)
+        modules = _with_reasons(results, calls, checked, first, second)
+        wrong = tuple(path for path in blame.modules if path in modules)
+        return Comparison(
+            modules,
+            wrong,
+            tags=(self.ours.tag_facts, self.theirs.tag_facts),
+            assumed=feed.notes,
+            not_finite=first_not_finite(second.tagged, checked),
+            source=line_at_fault(second.tagged, modules, wrong[0]) if wrong else "",
+        )
 
 
 def _check_one_model(

@@ -19,11 +19,14 @@ from htp_export.capabilities.verify.results import (
     AGREES,
     COMPARED,
     DIFFERS,
+    INFINITE,
     INHERITS,
     NAN,
     NOT_COMPARED,
     CallResult,
     ModuleResult,
+    NotFinite,
+    TensorResult,
 )
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -31,6 +34,7 @@ from htp_export.format.call_tree import Instance, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.model_metadata import read_contamination
+from htp_export.format.torch_metadata import source_of
 from htp_export.model.boundaries import dependence, input_dependent_values
 from htp_export.model.neighbours import reached
 from htp_export.model.tagged import TaggedModel
@@ -143,6 +147,74 @@ def blame_by_nesting(calls: Sequence[CheckedCall]) -> Blame:
                 blamed.append(index)
             latest_wrong = max(latest_wrong, began)
     return Blame(tuple(blamed), dict.fromkeys((calls[index].path for index in blamed), ""))
+
+
+def first_not_finite(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> tuple[NotFinite, ...]:
+    """Return the first infinity and the first NaN; the calls are in the order in which they ended.
+
+    Elements that are not finite on one side only go before those on both sides: masks are infinite
+    on both.
+    """
+    tensors = list(_tensors_in_order(tagged, calls))
+    found = []
+    for kind in ("infinite", "nan"):
+        for sides in (("compared", "reference"), ("both",)):
+            first = next(_not_finite(tensors, kind, sides), None)
+            if first is not None:
+                found.append(replace(first, source=line_of_tensor(tagged, first.tensor)))
+                break
+    return tuple(found)
+
+
+def line_of_tensor(tagged: TaggedModel, name: str) -> str:
+    """The line of the model's code that computes a tensor, with the code; ``""`` if it is unknown."""
+    value = tagged.values.get(name)
+    producer = None if value is None else value.producer()
+    line = None if producer is None else source_of(producer)
+    return "" if line is None else f"{line.file}:{line.line}  {line.code}".rstrip()
+
+
+def line_at_fault(tagged: TaggedModel, modules: Mapping[str, ModuleResult], wrong: str) -> str:
+    """The line of the model's code that computes the first wrong tensor of a module."""
+    if wrong not in modules:
+        return ""
+    outputs = (output for call in modules[wrong].calls for output in call.outputs)
+    tensor = next((output.tensor for output in outputs if not output.difference.agrees), "")
+    return line_of_tensor(tagged, tensor)
+
+
+def _tensors_in_order(
+    tagged: TaggedModel, calls: Sequence[CheckedCall]
+) -> Iterator[tuple[str, TensorResult]]:
+    """Every compared tensor once, with the module that returns it, or computes it for another one."""
+    returned = set[ir.Value]()
+    for call in calls:
+        inputs = {value for value, _ in call.inputs}
+        returned.update(value for value, _ in call.outputs if value not in inputs)
+    seen = set[ir.Value]()
+    for call in calls:
+        for value, result in call.inputs:
+            if value not in returned and value not in seen:
+                yield _computing_module(tagged, value), result
+                seen.add(value)
+        for value, result in call.outputs:
+            if value not in seen:
+                yield call.path, result
+                seen.add(value)
+
+
+def _not_finite(
+    tensors: Iterable[tuple[str, TensorResult]], kind: str, sides: Collection[str]
+) -> Iterator[NotFinite]:
+    """The tensors with elements of a kind on one of some sides."""
+    for path, result in tensors:
+        found = result.difference
+        both = found.nan if kind == "nan" else found.infinite
+        reference, compared = found.nan_sides if kind == "nan" else found.infinite_sides
+        counts = {"compared": compared, "reference": reference, "both": both}
+        side = next((side for side in sides if counts[side]), None)
+        if side is not None:
+            yield NotFinite(path, result.tensor, kind, side, counts[side], found.size)
 
 
 def with_missing_outputs(tagged: TaggedModel, blame: Blame, root: ModuleCall) -> Blame:
@@ -331,7 +403,9 @@ def _call_status(fate: Fate, call: CheckedCall, blamed: bool, *, isolated: bool)
         return str(fate)
     if call.wrong:
         return INHERITS
-    return NAN if any(result.difference.nan for _, result in call.outputs) else AGREES
+    if any(result.difference.nan for _, result in call.outputs):
+        return NAN
+    return INFINITE if any(result.difference.infinite for _, result in call.outputs) else AGREES
 
 
 def _module_result(

@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from htp_export.format.fates import Fate
-from htp_export.format.tags import innermost
 from htp_export.reporting.columns import CLASS_NAME, Column, chosen, many, record
 from htp_export.reporting.result import PlainData
 from htp_export.reporting.tables import ModuleTable
 from htp_export.reporting.tag_facts import TagFacts, tag_lines
 from htp_export.runtime.comparing import Difference
 
-AGREES, NAN, DIFFERS, INHERITS, NOT_COMPARED = (
+AGREES, NAN, INFINITE, DIFFERS, INHERITS, NOT_COMPARED = (
     "agrees",
     "nan",
+    "infinite",
     "differs",
     "inherits",
     "not compared",
 )
-AGREEING = (AGREES, NAN)
-COMPARED = (DIFFERS, INHERITS, NAN, AGREES)
+AGREEING = (AGREES, NAN, INFINITE)
+COMPARED = (DIFFERS, INHERITS, NAN, INFINITE, AGREES)
 """The worst first."""
 
 
@@ -48,6 +48,44 @@ class TensorResult(PlainData):
         """The contents of `to_dict`."""
         numbers = {name: getattr(self.difference, name) for name in (*_NUMBERS, *self.optional)}
         return {"name": self.name, "tensor": self.tensor, **numbers}
+
+
+@dataclass(frozen=True)
+class NotFinite(PlainData):
+    """The first tensor, in the order of the run, with infinite elements, or with NaN.
+
+    Attributes:
+        module: The module that returns it, or computes it for another one; ``""`` for an input of
+            the model, too.
+        tensor: Its name in the compared file.
+        kind: ``"infinite"`` or ``"nan"``.
+        side: ``"compared"`` if the reference is finite at these elements, ``"reference"`` if the
+            compared file is; ``"both"`` if they are the same on both sides.
+        elements: The number of these elements.
+        size: The number of elements of the tensor.
+        source: The line of the model's code that computes it, with the code; ``""`` if unknown.
+    """
+
+    module: str
+    tensor: str
+    kind: str
+    side: str
+    elements: int
+    size: int
+    source: str = ""
+
+    @property
+    def text(self) -> str:
+        """The fact as a line of text."""
+        kind = "NaN" if self.kind == "nan" else "infinity"
+        number = f"{self.elements:,} of {self.size:,} elements of {self.tensor!r}"
+        sides = {
+            "compared": f"and no {kind} in the reference",
+            "reference": "in the reference only",
+            "both": "on both sides",
+        }
+        place = f"; {self.source}" if self.source else ""
+        return f"first {kind}: {_shown(self.module)}, {number}, {sides[self.side]}{place}"
 
 
 @dataclass(frozen=True)
@@ -90,12 +128,16 @@ class ModuleResult(PlainData):
         class_name: Its fully qualified class.
         fate: Its fate in the export.
         status: ``agrees``; ``nan``: it agrees, and has NaN at the same places on both sides;
-            ``differs``: it is wrong itself; ``inherits``: its inputs or a module below it are
-            wrong; for a module without a tensor to compare its fate, or ``not compared``.
+            ``infinite``: it agrees, and has infinite elements, the same on both sides; ``differs``:
+            it is wrong itself; ``inherits``: its inputs or a module below it are wrong; for a
+            module without a tensor to compare its fate, or ``not compared``.
         calls: Its compared calls.
         reason: Why it was not compared, or a remark on how it was compared; usually ``""``.
         compared_at: For a module without a tensor of its own in one of two files, the nearest
             module around it that was compared in its place; None otherwise.
+        mean_max_abs: Of several runs, the mean of ``max_abs``; the other numbers are of the worst
+            run. None for one run.
+        mean_cosine: Of several runs, the mean of ``cosine``.
     """
 
     path: str
@@ -105,6 +147,8 @@ class ModuleResult(PlainData):
     calls: tuple[CallResult, ...] = ()
     reason: str = ""
     compared_at: str | None = None
+    mean_max_abs: float | None = None
+    mean_cosine: float | None = None
 
     @property
     def compared(self) -> bool:
@@ -119,28 +163,34 @@ class ModuleResult(PlainData):
     @property
     def max_abs(self) -> float | None:
         """The largest difference between elements of its outputs; None if none was compared."""
-        return _largest(difference.max_abs for difference in self.differences)
+        return _largest(difference.max_abs for difference in self._numbers)
 
     @property
     def mean_abs(self) -> float | None:
         """The largest mean difference of an output."""
-        return _largest(difference.mean_abs for difference in self.differences)
+        return _largest(difference.mean_abs for difference in self._numbers)
 
     @property
     def max_rel(self) -> float | None:
         """The largest relative difference."""
-        return _largest(difference.max_rel for difference in self.differences)
+        return _largest(difference.max_rel for difference in self._numbers)
 
     @property
     def mean_rel(self) -> float | None:
         """The largest mean relative difference of an output."""
-        return _largest(difference.mean_rel for difference in self.differences)
+        return _largest(difference.mean_rel for difference in self._numbers)
 
     @property
     def cosine(self) -> float | None:
         """The smallest cosine of an output."""
-        largest = _largest(-difference.cosine for difference in self.differences)
+        largest = _largest(-difference.cosine for difference in self._numbers)
         return None if largest is None else -largest
+
+    @property
+    def _numbers(self) -> list[Difference]:
+        """The differences of its outputs with elements to compare; all of them if there are none."""
+        differences = self.differences
+        return [difference for difference in differences if difference.has_numbers] or differences
 
     @property
     def problem(self) -> str:
@@ -176,10 +226,17 @@ def short_number(value: float) -> str:
     return f"{value:.2g}" if abs(value) < 10 else f"{value:.4g}"
 
 
+_STATUS_STYLES = {
+    AGREES: "green",
+    DIFFERS: "bold red",
+    INHERITS: "yellow",
+    NAN: "yellow",
+    INFINITE: "yellow",
+}
+
+
 def _status_style(module: ModuleResult) -> str:
-    return {AGREES: "green", DIFFERS: "bold red", INHERITS: "yellow", NAN: "yellow"}.get(
-        module.status, "dim"
-    )
+    return _STATUS_STYLES.get(module.status, "dim")
 
 
 COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
@@ -191,6 +248,8 @@ COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
     Column("max_rel", "max rel", text=short_number),
     Column("mean_rel", "mean rel", text=short_number),
     Column("cosine", "cosine", text="{:.6f}".format),
+    Column("mean_max_abs", "mean of runs", text=short_number),
+    Column("mean_cosine", "mean cosine", text="{:.6f}".format),
     Column("problem", "problem", lambda module: module.problem or None, right=False),
     Column("reason", "reason", lambda module: module.reason or None, right=False),
     Column("compared_at", "compared at", right=False),
@@ -215,6 +274,11 @@ class Comparison(ModuleTable):
         tags: The tags of the compared files: source, reasons, untagged nodes.
         assumed: A line for each open dimension whose size was not given, with the size that was
             used.
+        not_finite: The first tensor with infinite elements, and the first one with NaN; elements on
+            one side only go before elements on both sides.
+        source: The line of the model's code that computes the first wrong tensor, with the code, such
+            as ``/path/net.py:9  return self.fc(x)``; ``""`` if it is unknown.
+        runs: Number of compared runs; of several, a module has the numbers of its worst run.
     """
 
     columns = COMPARISON_COLUMNS
@@ -225,6 +289,9 @@ class Comparison(ModuleTable):
     isolated: bool = False
     tags: tuple[TagFacts, ...] = ()
     assumed: tuple[str, ...] = ()
+    not_finite: tuple[NotFinite, ...] = ()
+    source: str = ""
+    runs: int = 1
 
     @property
     def ok(self) -> bool:
@@ -243,7 +310,12 @@ class Comparison(ModuleTable):
     @property
     def worst(self) -> str | None:
         """The module with the largest difference of elements; None if nothing was compared."""
-        differences = {module.path: module.max_abs or 0.0 for module in self._compared}
+        differences: dict[str, float] = {}
+        for module in self._compared:
+            # NaN of a module that agrees: none of its elements is finite
+            agrees_in_nothing = module.status in AGREEING and math.isnan(module.max_abs or 0.0)
+            if not agrees_in_nothing:
+                differences[module.path] = module.max_abs or 0.0
         for path, value in differences.items():
             if math.isnan(value):
                 return path
@@ -270,7 +342,7 @@ class Comparison(ModuleTable):
             first wrong: fc: max 1; 0 modules after it inherit the error
         """
         if self.ok:
-            return f"{self.score} modules agree{self.worst_in_brackets}{self._nan_on_both_sides}"
+            return f"{self.score} modules agree{self.worst_in_brackets}{self._on_both_sides}"
         if not self._compared:
             return "no module has a tensor that could be compared"
         statuses = Counter(module.status for module in self.modules.values())
@@ -313,15 +385,16 @@ class Comparison(ModuleTable):
         return "" if value is None else f" (worst {short_number(value)}, {_shown(worst)})"
 
     @property
-    def _nan_on_both_sides(self) -> str:
-        """The modules with NaN on both sides, of which nothing else is known, as a part of the summary."""
-        paths = [path for path, module in self.modules.items() if module.status == NAN]
-        if not paths:
-            return ""
-        [path, *_] = innermost(paths)
-        outputs = [output for call in self.modules[path].calls for output in call.outputs]
-        tensor = next(output.tensor for output in outputs if output.difference.nan)
-        return f"; of these, {len(paths)} have NaN at the same places on both sides: {_shown(path)} in {tensor!r}"
+    def _on_both_sides(self) -> str:
+        """The modules with NaN or infinity on both sides, as a part of the summary."""
+        statuses = Counter(module.status for module in self.modules.values())
+        parts = []
+        for status, elements in ((NAN, "NaN"), (INFINITE, "infinity")):
+            count = statuses[status]
+            if count:
+                verb = "has" if count == 1 else "have"
+                parts.append(f"{count} {verb} {elements} at the same places on both sides")
+        return f"; of these, {' and '.join(parts)}" if parts else ""
 
     def _how_wrong(self, path: str) -> str:
         """The largest difference of a module; or its problem, if that is no number."""
@@ -338,16 +411,20 @@ class Comparison(ModuleTable):
     @property
     def drawn(self) -> Sequence[Column[ModuleResult]]:
         """The columns of the table as text."""
-        return [*chosen(self.columns, _DRAWN), _REMARK]
+        means = ("mean_max_abs",) if self.runs > 1 else ()
+        return [*chosen(self.columns, (*_DRAWN, *means)), _REMARK]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The number of modules that were not compared, by reason; notes on precision; and assumed sizes."""
+        """Notes: the wrong line, the first infinity and NaN, what was not compared, precision, sizes."""
         fates = Counter(module.status for module in self.modules.values() if not module.compared)
         others = {NOT_COMPARED: "for other reasons"}
         counts = ", ".join(f"{count} {others.get(fate, fate)}" for fate, count in fates.items())
         not_compared = [f"not compared: {counts}"] if counts else []
-        return (*not_compared, *self._precisions, *self.assumed)
+        not_finite = (first.text for first in self.not_finite)
+        computed_at = [f"computed at {self.source}"] if self.source else []
+        runs = [f"the worst of {self.runs} runs, module by module"] if self.runs > 1 else []
+        return (*computed_at, *not_finite, *not_compared, *runs, *self._precisions, *self.assumed)
 
     @property
     def _precisions(self) -> tuple[str, ...]:
@@ -360,6 +437,54 @@ class Comparison(ModuleTable):
     def tag_lines(self) -> tuple[str, ...]:
         """Facts about the tags of the compared files, one line for each file."""
         return tag_lines(*self.tags, names=("right", "compared"))
+
+
+def over_runs(results: Sequence[Comparison]) -> Comparison:
+    """The comparison of several runs as one: each module as in its worst run, with means over all.
+
+    The first wrong module is that of the first run in which one is wrong.
+    """
+    if len(results) == 1:
+        return results[0]
+    modules: dict[str, ModuleResult] = {}
+    for path in results[0].modules:
+        modules[path] = _over_runs([each.modules[path] for each in results])
+    first_wrong = next((result for result in results if result.wrong), results[0])
+    wrong = dict.fromkeys(first_wrong.wrong)
+    for result in results:
+        wrong.update(dict.fromkeys(result.wrong))
+    not_finite = next((result.not_finite for result in results if result.not_finite), ())
+    return replace(
+        first_wrong,
+        modules=modules,
+        wrong=tuple(wrong),
+        not_finite=not_finite,
+        runs=len(results),
+    )
+
+
+def _over_runs(rows: Sequence[ModuleResult]) -> ModuleResult:
+    """A module over several runs: its worst one, and the means of the runs in which it was compared."""
+    compared = [row for row in rows if row.compared]
+    if not compared:
+        return rows[0]
+    worst = min(compared, key=_badness)
+    return replace(
+        worst,
+        mean_max_abs=_mean(row.max_abs for row in compared),
+        mean_cosine=_mean(row.cosine for row in compared),
+    )
+
+
+def _badness(row: ModuleResult) -> tuple[int, float]:
+    """The order of runs, the worst first: by status, then by the largest difference, NaN first."""
+    largest = row.max_abs or 0.0
+    return COMPARED.index(row.status), -math.inf if math.isnan(largest) else -largest
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 @dataclass(frozen=True)

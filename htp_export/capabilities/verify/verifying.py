@@ -18,6 +18,8 @@ from htp_export.capabilities.verify.file_run import (
     with_taken_branches,
 )
 from htp_export.capabilities.verify.locating import (
+    first_not_finite,
+    line_at_fault,
     module_results,
     tolerance_of,
     with_contradictions,
@@ -216,12 +218,15 @@ def _verified(
     modules = module_results(
         tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated
     )
+    wrong = tuple(path for path in blame.modules if path in modules)
     return Verification(
         modules=modules,
-        wrong=tuple(path for path in blame.modules if path in modules),
+        wrong=wrong,
+        source=line_at_fault(taken.tagged, modules, wrong[0]) if wrong else "",
         isolated=isolated,
         next_outputs=next_outputs,
         tags=(tagged.tag_facts,),
+        not_finite=first_not_finite(taken.tagged, checked),
         parameters=len(parameters),
         misplaced=misplaced_parameters(tagged, parameters, readers, model),
         training=training,

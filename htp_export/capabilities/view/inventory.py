@@ -15,7 +15,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data
 from htp_export.format import tags
-from htp_export.format.torch_metadata import SourceLine, source_lines
+from htp_export.format.torch_metadata import SourceLine, source_of
 from htp_export.model.module_facts import (
     ModuleContents,
     ModuleFacts,
@@ -309,7 +309,7 @@ class _Reader:
             outputs=self.tensors(node.outputs),
             attributes={name: _attribute_text(attr) for name, attr in node.attributes.items()},
             parameters=sum(map(elements_of, weights)),
-            source=next(reversed(source_lines(node)), None),
+            source=source_of(node),
         )
 
     def _links(self, node: ir.Node) -> Iterator[Link]:

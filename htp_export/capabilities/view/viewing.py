@@ -190,6 +190,8 @@ def view(
     settings = RunSettings(data, dims, shapes)
     if not kinds and settings.has_inputs:
         raise InputError("data, dims and shapes are for a measurement; give measure, too")
+    if not is_torch_module(model):
+        results = _with_traces(results, cast(ModelSource, model))
     measures, searches = read_results(results)
     if is_torch_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
@@ -338,6 +340,21 @@ def measured(
         is_time = kind == "time"
         results.append(profile(model, **inputs) if is_time else cost(opened, **inputs))
     return results
+
+
+def _with_traces(results: Sequence[Numbers], model: ModelSource) -> list[Numbers]:
+    """Results with those of ``profile`` in place of files that are traces of ONNX Runtime's profiler."""
+    from htp_export.capabilities.profile.latency import profile
+    from htp_export.runtime.recorded_traces import is_trace
+
+    shown: list[Numbers] = []
+    for result in results:
+        is_file = isinstance(result, str | os.PathLike)
+        if is_file and is_trace(cast("str | os.PathLike[str]", result)):
+            shown.append(profile(model, measured=[cast("str | os.PathLike[str]", result)]))
+        else:
+            shown.append(result)
+    return shown
 
 
 def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:

@@ -27,10 +27,13 @@ from htp_export.exporter.capture.torchscript_internals import (
     Reading,
     nodes_of,
     read,
+    source_range,
     state_names,
 )
+from htp_export.exporter.model_lines import line_of_range
 from htp_export.files.protobuf_bytes import SerializedModel, subgraph_protos
 from htp_export.format.recipes import Recipe
+from htp_export.format.torch_metadata import traced_line
 
 
 @dataclass
@@ -68,6 +71,8 @@ class TorchScriptCapture(Guarded):
         self._weights: JitWeights | None = None
         # recipes of initializers that are not the parameters of their names
         self.recipes: dict[str, Recipe] = {}
+        # name of a node's first output in the file → the line of the model's code that created it
+        self.sources: dict[str, str] = {}
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -205,6 +210,7 @@ class TorchScriptCapture(Guarded):
     def named(self, graph: Any) -> None:
         """Record the final ONNX graph, with the names in the file."""
         self.recipes = {} if self._weights is None else self._weights.finish(graph)
+        self.sources = dict(_sources(graph))
         if self._first:
             self._stages.rewritten(read(graph, self._user_inputs))
             self._graph = graph
@@ -311,6 +317,15 @@ class TorchScriptCapture(Guarded):
             for call in self.trace.log.chain(operation.call):
                 spans[call] = spans.get(call, (index, 0))[0], index + 1
         return spans
+
+
+def _sources(graph: Any) -> Iterator[tuple[str, str]]:
+    """Name of a node's first output → the line of the model's code that created the node."""
+    for node in nodes_of(graph):
+        if node.outputsSize():
+            line = line_of_range(source_range(node), [__file__])
+            if line is not None:
+                yield node.outputsAt(0).debugName(), traced_line(line)
 
 
 def _node_of(proto: onnx.NodeProto) -> Node:

@@ -6,6 +6,7 @@ traced graph, are only listed, because each access takes time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -411,6 +412,30 @@ def numbers_of_outputs(node: Any) -> tuple[int, ...]:
     if count == 1:
         return (node.output().unique(),)
     return tuple([node.outputsAt(position).unique() for position in range(count)])
+
+
+def is_jit_node(value: object) -> bool:
+    """Whether an object is a node of a JIT graph."""
+    return isinstance(value, torch._C.Node)
+
+
+@contextlib.contextmanager
+def without_graph_dump() -> Iterator[None]:
+    """Keep the exporter from printing the whole graph on an error, in a ``with`` block.
+
+    It always does: `setup_onnx_logging` tests a function where it means its result.
+    """
+    dump = torch._C._jit_onnx_log
+    torch._C._jit_onnx_log = lambda *_: None
+    try:
+        yield
+    finally:
+        torch._C._jit_onnx_log = dump
+
+
+def source_range(node: Any) -> str:
+    """The Python stack when a node was traced, the innermost frame first; or its text in a script."""
+    return str(node.sourceRange())
 
 
 def nodes_of(block: Any) -> Iterator[Any]:

@@ -1,0 +1,105 @@
+"""Terminal tables with a row for each item, which fit the width of the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from htp_export.reporting.columns import Column
+
+if TYPE_CHECKING:  # rich is needed only to draw
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+_GAP = 2  # characters between columns
+_SHORTEST = 16  # characters of a word that is cut: its ends are still readable
+MOST_ROWS = 40  # rows in a terminal: more scroll away
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """A table with one line for each row, in the width of a terminal.
+
+    In a terminal, columns with the smallest ``keep`` are left out, words are cut in their middle,
+    and only the first rows are drawn; ``rest`` returns the line below them for the number of
+    further rows. Files and pipes get every row and column as it is.
+    """
+
+    columns: Sequence[Column[Any]]
+    rows: Sequence[Any]
+    rest: Callable[[int], str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.table import Table
+        from rich.text import Text
+
+        rows = self.rows[:MOST_ROWS] if console.is_terminal else self.rows
+        cells: list[list[str]] = []
+        widths: list[int] = []
+        for column in self.columns:
+            texts = [column.cell(row) for row in rows]
+            cells.append(texts)
+            widths.append(max(map(len, (column.heading, *texts))))
+        shown = list(range(len(self.columns)))
+        if console.is_terminal:
+            least = [
+                width if column.right else min(width, _SHORTEST)
+                for column, width in zip(self.columns, widths, strict=True)
+            ]
+            shown = _fitting(self.columns, least, options.max_width)
+            widths = _shared(shown, widths, least, options.max_width)
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+        for k in shown:
+            column = self.columns[k]
+            side: Literal["right", "left"] = "right" if column.right else "left"
+            table.add_column(Text(column.heading), justify=side, no_wrap=True, min_width=widths[k])
+        for number, row in enumerate(rows):
+            drawn = []
+            for k in shown:
+                text = without_middle(cells[k][number], widths[k])
+                drawn.append(Text(text, style=self.columns[k].style_of(row)))
+            table.add_row(*drawn)
+        yield table
+        dropped = [column.title for k, column in enumerate(self.columns) if k not in shown]
+        if dropped:
+            yield Text(f"too narrow for: {', '.join(dropped)}", style="dim")
+        more = len(self.rows) - len(rows)
+        if more:
+            yield Text(self.rest(more), style="dim")
+
+
+def _fitting(columns: Sequence[Column[Any]], least: Sequence[int], total: int) -> list[int]:
+    """The columns that fit with their smallest widths; the first one always does."""
+    shown = list(range(len(columns)))
+    while len(shown) > 1 and sum(least[k] + _GAP for k in shown) > total:
+        shown.remove(min(shown[1:], key=lambda k: (columns[k].keep, -k)))
+    return shown
+
+
+def _shared(
+    shown: Sequence[int], widths: Sequence[int], least: Sequence[int], total: int
+) -> list[int]:
+    """The widths of all columns: free space goes to the columns that need least of it first."""
+    fitted = list(least)
+    left = total - sum(least[k] + _GAP for k in shown)
+    waiting = sorted(shown, key=lambda k: widths[k] - least[k])
+    for number, k in enumerate(waiting):
+        share = max(left, 0) // (len(waiting) - number)
+        added = min(widths[k] - least[k], share)
+        fitted[k] += added
+        left -= added
+    return fitted
+
+
+def without_middle(text: str, width: int) -> str:
+    """A text cut to a width in its middle: both ends of a path and of a name tell what it is.
+
+    Examples:
+        >>> without_middle("encoder.layer.0.attention.self.query", 20)
+        'encoder.l…self.query'
+    """
+    if len(text) <= width:
+        return text
+    begin = (width - 1) // 2
+    end = width - 1 - begin
+    return f"{text[:begin]}…{text[len(text) - end :]}"
