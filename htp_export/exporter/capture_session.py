@@ -28,7 +28,7 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
-from htp_export.format.torch_metadata import source_lines, traced_line
+from htp_export.format.torch_metadata import source_lines, write_source
 from htp_export.lineage.owner_rule import NO_OWNERS, node_metadata, write_owners
 from htp_export.process.restoring import (
     Changes,
@@ -81,11 +81,10 @@ def write_tags(captured: Captured, model: ir.Model) -> None:
 
 def _write_source(node: ir.Node) -> None:
     """Write the innermost line of a node's stack that is outside of torch, unless it is the last one."""
-    node.metadata_props.pop(tags.SOURCE, None)
     lines = source_lines(node)
     line = line_of_model(lines)
-    if line is not None and line is not lines[-1]:
-        node.metadata_props[tags.SOURCE] = traced_line(line)
+    is_last = line is not None and line is lines[-1]
+    write_source(node.metadata_props, None if is_last else line)
 
 
 class Rewriting:
@@ -148,7 +147,7 @@ def _output_names(node: ir.Node) -> list[str | None]:
 def _untag(model: ir.Model) -> None:
     for node in nodes_of_model(model):
         NO_OWNERS.write(node.metadata_props, ())
-        node.metadata_props.pop(tags.SOURCE, None)
+        write_source(node.metadata_props, None)
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+from collections.abc import MutableMapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -108,6 +109,13 @@ def source_of(node: ir.Node) -> SourceLine | None:
     recorded = _lines(node.metadata_props.get(tags.SOURCE, ""))
     lines = recorded or source_lines(node)
     return lines[-1] if lines else None
+
+
+def write_source(metadata: MutableMapping[str, str], line: SourceLine | None) -> None:
+    """Replace the recorded line of a node; None removes it."""
+    metadata.pop(tags.SOURCE, None)
+    if line is not None:
+        metadata[tags.SOURCE] = traced_line(line)
 
 
 def traced_line(line: SourceLine) -> str:

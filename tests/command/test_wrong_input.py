@@ -567,7 +567,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "selector 'nowhere': matches no module",
     ),
     ("profile net.onnx --provider cuda2", "this ONNX Runtime has no cuda2"),
-    ("profile net.onnx --measured none.json", "engine_options and measured are for other engines"),
+    ("profile net.onnx --measured none.json", "none.json: is no list of events; give what ONNX"),
     (
         "profile net.onnx --budget layer.0=x",
         "budget 'x' of 'layer.0': write a time or a share below 100 %",
