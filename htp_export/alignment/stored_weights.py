@@ -184,6 +184,8 @@ def _unpacked(tensor: ir.TensorProtocol, bits: int, rows: int) -> Array:
 
 _BY_A_TOOL = "another tool"
 
+_OPERANDS = 2  # of arithmetic; a file of others may have other numbers
+
 _ByHash: TypeAlias = dict[bytes, list[tuple[tuple[int, ...], Recipe]]]
 """Hash of contents → shapes and recipes of the weights that have them."""
 
@@ -268,7 +270,7 @@ class _Originals:
     def _add_products(self, graph: ir.Graph) -> None:
         """Add the products of a layer's weight and bias with a factor after it: tools move it into the layer."""
         for node in graph:
-            if not is_standard(node, "Mul"):
+            if not is_standard(node, "Mul") or len(node.inputs) != _OPERANDS:
                 continue
             for value, factor in (node.inputs, node.inputs[::-1]):
                 stored = None if factor is None else stored_tensor(factor)
@@ -391,7 +393,7 @@ class _Originals:
 def _layer_before(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
     """Yield the nodes that compute a value as a linear layer, each with the place of its weight or bias."""
     node = value.producer()
-    if node is not None and is_standard(node, "Add"):
+    if node is not None and is_standard(node, "Add") and len(node.inputs) == _OPERANDS:
         for place, term in enumerate(node.inputs):
             other = None if term is None else term.producer()
             if other is not None and is_standard(other, "MatMul"):

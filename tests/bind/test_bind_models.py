@@ -118,7 +118,10 @@ def test_the_map_of_a_unet_contains_that_by_hashes_of_half_floats(exporter, tmp_
     ours = htp_export.bind(file, model).map("tensorrt")
     by_hash = {}
     for name, (array, _) in stored(file).items():
-        entry = by_bytes.get(array.astype(np.float16).tobytes())
+        if array.dtype != np.float32:
+            continue
+        with np.errstate(over="ignore"):
+            entry = by_bytes.get(array.astype(np.float16).tobytes())
         if entry is not None:
             by_hash[name] = entry
     assert len(by_hash) > 100

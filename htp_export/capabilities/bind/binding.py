@@ -336,7 +336,8 @@ def _result(
     ranges = sum(node.op_type == "QuantizeLinear" for node in tagged.nodes)
     if ranges:
         notes.append(
-            f"ranges of activations at {many(ranges, 'place')} are those of the old weights"
+            f"ranges of activations at {many(ranges, 'place')} are those of the old weights; to measure them again, "
+            "give quantize the file as it was before, the data and these weights"
         )
     return Bound(
         len(tensors),
