@@ -291,6 +291,45 @@ def sync_folder(path: Path) -> None:
             os.close(descriptor)
 
 
+def copy_range(source: IO[bytes], offset: int, count: int, target: IO[bytes]) -> int:
+    """Copy bytes of a file to the current position of another file or stream; return how many there were.
+
+    Linux copies from file to file within the kernel; file systems that share blocks copy nothing.
+    """
+    copied = _copied_by_kernel(source, offset, count, target)
+    source.seek(offset + copied)
+    while copied < count:
+        chunk = source.read(min(count - copied, CHUNK_BYTES))
+        if not chunk:
+            break
+        target.write(chunk)
+        copied += len(chunk)
+    return copied
+
+
+def _copied_by_kernel(source: IO[bytes], offset: int, count: int, target: IO[bytes]) -> int:
+    """Copy bytes within the kernel as far as it can, and return how many it copied."""
+    if not hasattr(os, "copy_file_range") or not hasattr(target, "fileno"):
+        return 0
+    copied = 0
+    try:
+        target.flush()
+        position = target.tell()
+        while copied < count:
+            part = os.copy_file_range(
+                source.fileno(), target.fileno(), count - copied, offset + copied, position + copied
+            )
+            if not part:
+                break
+            copied += part
+    except OSError as error:  # other streams, and file systems between which the kernel cannot copy
+        if error.errno == errno.ENOSPC:
+            raise
+    if copied:
+        target.seek(position + copied)
+    return copied
+
+
 def remove(path: Path) -> bool:
     """Remove a file, and return whether this succeeded: on Windows, not while it is open or mapped."""
     try:

@@ -46,7 +46,7 @@ _LARGE_BYTES = 1_800_000_000
 """Weights in memory above this size are written as external data: protobuf refuses messages of 2 GiB."""
 
 
-_ONE_AT_A_TIME = Mutex()
+ONE_AT_A_TIME = Mutex()
 """Held while a model is written: a thread could replace the file from which another thread copies weights."""
 
 
@@ -112,6 +112,7 @@ def write_model(
     external_data: str | Literal[True] | None = None,
     *,
     share_weights: bool = False,
+    outside: Iterable[ir.TensorProtocol] = (),
 ) -> None:
     """Write an ONNX file and its external data completely or not at all.
 
@@ -130,6 +131,8 @@ def write_model(
         share_weights: Leave external weights in the data file of another model in the same folder.
             A description of the data file is written, and a model whose shared weights were changed
             afterwards is refused when it is read.
+        outside: Initializers that are written to external data, too, if other weights are, also
+            those of at most 256 bytes.
 
     Raises:
         FileError: If a file cannot be written, external data cannot be read, weights in another
@@ -138,7 +141,10 @@ def write_model(
         ResultError: If the model is not valid ONNX, although its source model is
             (`written_check`).
     """
-    _write_model(model, Path(path), external_data, share_weights=share_weights, checked=True)
+    small = frozenset(map(id, outside))
+    _write_model(
+        model, Path(path), external_data, share_weights=share_weights, outside=small, checked=True
+    )
 
 
 def write_for_tool(model: ir.Model, path: str | os.PathLike[str]) -> None:
@@ -153,9 +159,10 @@ def _write_model(
     *,
     share_weights: bool,
     checked: bool,
+    outside: Collection[int] = (),
 ) -> None:
     _check_request(model, target, external_data, share_weights=share_weights)
-    with _ONE_AT_A_TIME.lock:
+    with ONE_AT_A_TIME.lock:
         _check_holds_no_weights(target, model)
         try:
             copy = _copied(model)
@@ -166,7 +173,7 @@ def _write_model(
             target = real_path(target)
             choose = functools.partial(
                 plan_data, [slot for slot, _ in places], target, external_data,
-                lambda: own_files(target), most_inside=_LARGE_BYTES, share=share_weights,
+                lambda: own_files(target), most_inside=_LARGE_BYTES, share=share_weights, outside=outside,
             )  # fmt: skip
             try:
                 moved = _write_files(copy, places, choose(), checked=checked)

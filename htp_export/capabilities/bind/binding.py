@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.capabilities.bind.data_alone import DataAlone
 from htp_export.capabilities.bind.fitting import Fitted, Needed, fit
 from htp_export.capabilities.bind.state_entries import Weights, read_entries
 from htp_export.editing.flattening import read_for_change
@@ -32,19 +33,21 @@ _MOST_NAMED = 3
 
 
 class LazyArrays(Mapping[str, Array]):
-    """Initializer → its new array, computed on each access."""
+    """Initializer → its new array, computed on each access, or read from the file that was written."""
 
-    def __init__(self, tensors: Mapping[str, ir.TensorProtocol]) -> None:
-        self._tensors = tensors
+    def __init__(self, values: Iterable[ir.Value]) -> None:
+        self._values = {str(value.name): value for value in values}
 
     def __getitem__(self, name: str) -> Array:
-        return np.asarray(self._tensors[name].numpy())
+        tensor = self._values[name].const_value
+        assert tensor is not None
+        return np.asarray(tensor.numpy())
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._values)
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ def bind(
     strict: bool = True,
     cast: bool = True,
     check: tuple[Any, ...] | None = None,
+    in_place_data: bool = False,
 ) -> Bound:
     """Load the weights of another checkpoint of the same model into an exported file.
 
@@ -138,13 +142,17 @@ def bind(
         cast: Convert entries of another floating-point type, as ``load_state_dict`` does.
         check: Example inputs: run the module ``weights`` on them, and compare every module of the
             file with it, as `htp_export.verify` does.
+        in_place_data: Replace the data file of ``model`` alone: its ONNX file stays byte for byte as
+            it is, so that engines that were compiled for it are found again. With ``output``, write
+            a file that has all tensors for this in its data file, also small ones.
 
     Returns:
         The model with the new weights, and the entries that could not be bound.
 
     Raises:
         InputError: With ``strict``, an entry is missing, has another shape, or cannot be bound; no
-            entry has a name that fits; or ``check`` finds a module that differs.
+            entry has a name that fits; ``check`` finds a module that differs; or with
+            ``in_place_data``, a tensor within the ONNX file would have other values.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -160,7 +168,9 @@ def bind(
         >>> bool((bound.arrays["0.bias"] == tuned["0.bias"].half().numpy()).all())
         True
     """
-    check_target(output, reads=_files_read(weights, adapters))
+    alone = DataAlone.of(model, output) if in_place_data else None
+    if alone is None:
+        check_target(output, reads=_files_read(weights, adapters))
     if check is not None and not hasattr(weights, "forward"):
         raise InputError("check runs the module that has the weights: give an nn.Module as weights")
     tagged = read_for_change(model)
@@ -175,14 +185,18 @@ def bind(
     tensors, unbound = _made(needed, fitted)
     if strict:
         _refuse(fitted, unbound)
+    old = {value: value.const_value for value in tensors}
     for value, tensor in tensors.items():
         value.const_value = tensor
     tagged.refresh()
     bound = _result(tagged, needed, fitted, tensors, unbound)
     if check is not None:
         _check(weights, check, tagged)
-    if output is not None:
-        write_model(tagged.model, output, True if external else None)
+    if alone is not None:
+        alone.write(tensors, old)
+    elif output is not None:
+        outside = tensors.values() if in_place_data else ()
+        write_model(tagged.model, output, True if external or outside else None, outside=outside)
     return bound
 
 
@@ -285,7 +299,7 @@ def _result(
         fitted.unexpected,
         unbound,
         tuple(notes),
-        LazyArrays({str(value.name): tensor for value, tensor in tensors.items()}),
+        LazyArrays(tensors),
         {str(value.name): needed.recipes[value] for value in tensors},
         model=tagged.model,
     )
