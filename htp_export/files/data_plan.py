@@ -23,6 +23,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.files.filesystem import CHUNK_BYTES
 from htp_export.files.lazy_tensor import Slot
+from htp_export.files.linked_weights import SharedFile, shared_files_of
 from htp_export.files.write_file import Move
 from htp_export.format import tags
 from htp_export.format.json_text import parse_json
@@ -37,7 +38,8 @@ class DataPlan:
 
     ``free``: whether the data file must not exist yet. This is so if its name was chosen here: then
     one rename replaces the model. Names in ``staying`` are relative to the folder of the target;
-    ``shared`` is the subset of these names that belongs to another model.
+    ``shared`` is the subset of these names that belongs to another model. ``linked`` has the files
+    that the folder of the target may not have yet.
     """
 
     target: Path
@@ -46,6 +48,7 @@ class DataPlan:
     moving: list[Slot]
     staying: list[tuple[Slot, str]]
     shared: set[str]
+    linked: Sequence[SharedFile] = ()
 
     @property
     def needed(self) -> set[Path]:
@@ -101,6 +104,28 @@ def plan_data(
     shared = {name for path, name in names.items() if name and files[path] not in owned}
     staying = [(slot, names[slot.path] or "") for slot in external]
     return DataPlan(target, data, free, large, staying, shared)
+
+
+def plan_shared(
+    places: list[Slot], target: Path, sources: Iterable[Path], *, serial: bool = False
+) -> DataPlan:
+    """Plan the data files of a model that shares files of a checkpoint; other weights move into its data file.
+
+    ``sources``: the files of the checkpoint. ``serial``: do not choose the plain name ``<name>.data``.
+    """
+    files = shared_files_of(sources, target)
+    moving: list[Slot] = []
+    staying: list[tuple[Slot, str]] = []
+    for slot in places:
+        shared = files.get(Path(slot.path).resolve()) if slot.external else None
+        if shared is not None:
+            staying.append((slot, shared.name))
+        elif slot.external or _is_large_initializer(slot, ()):
+            moving.append(slot)
+    names = {name for _, name in staying}
+    linked = [file for file in files.values() if file.name in names]
+    data = _free_name(target, serial=serial)
+    return DataPlan(target, data, True, moving, staying, names, linked)
 
 
 def _is_large_initializer(slot: Slot, outside: Collection[int]) -> bool:

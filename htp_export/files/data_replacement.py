@@ -118,10 +118,8 @@ class _Contents:
                     file,
                     f"shares {name} with another model, whose weights would change, too; write a copy",
                 )
-        tensors: list[DataTensor] = []
-        for slot in slots(model):
-            if isinstance(slot.tensor, DataTensor) and slot.tensor.file.is_same(data):
-                tensors.append(slot.tensor)
+        external = [slot.tensor for slot in slots(model) if isinstance(slot.tensor, DataTensor)]
+        tensors = [tensor for tensor in external if tensor.file.is_same(data)]
         notes = own_notes(file, model.metadata_props).items()
         note = next((note for name, note in notes if _is_at(file, name, data.path)), None)
         if note is not None and layout_of(places_of(tensors)) != note["tensors"]:

@@ -277,7 +277,9 @@ def keep_owner_and_mode(new: Path, old: os.stat_result) -> None:
 
 def sync_file(path: Path) -> None:
     """Flush a file to disk; an `OSError` if it cannot be written, for example because the disk is full."""
-    with path.open("rb+") as file:
+    # a link to a file of others may be write-protected; Windows flushes only files that can be written
+    mode = "rb+" if os.access(path, os.W_OK) else "rb"
+    with path.open(mode) as file:
         os.fsync(file.fileno())
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.files.data_files import DataTensor
 from htp_export.format.recipes import CONSTANT, Recipe, is_exact, parameters_in
 from htp_export.model.graph_facts import Array
 from htp_export.model.recipes import recipe_of
@@ -149,7 +150,10 @@ def _array(parameter: Any) -> Array:
     if isinstance(parameter, np.ndarray):
         return parameter
     if isinstance(parameter, ir.TensorProtocol):
-        return np.asarray(parameter.numpy())
+        array = np.asarray(parameter.numpy())
+        if isinstance(parameter, DataTensor):
+            parameter.release()  # the pages of its file, once nobody reads the array
+        return array
     from onnx_ir.tensor_adapters import TorchTensor
 
     return TorchTensor(parameter.detach().cpu()).numpy()

@@ -37,6 +37,9 @@ def bind_command(
     in_place_data: Annotated[
         bool, "Replace the data file of FILE alone; FILE stays byte for byte as it is."
     ] = False,
+    share_weights: Annotated[
+        bool, "Refer to the safetensors files of WEIGHTS in place of copying them."
+    ] = False,
     form: Annotated[
         str | None,
         typer.Option("--map", help="Print a map as JSON: recipes, tensorrt, safetensors."),
@@ -61,6 +64,7 @@ def bind_command(
             strict=strict,
             cast=cast,
             in_place_data=in_place_data,
+            share_weights=share_weights,
         )
     if form is not None:
         found: Any = result.map(form)  # type: ignore[arg-type] # it refuses others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -12,6 +12,11 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.bind.data_alone import DataAlone
+from htp_export.capabilities.bind.entries_as_they_are import (
+    as_they_are,
+    check_referring,
+    write_referring,
+)
 from htp_export.capabilities.bind.fitting import Fitted, Needed, fit
 from htp_export.capabilities.bind.state_entries import Weights, read_entries
 from htp_export.editing.flattening import read_for_change
@@ -118,6 +123,7 @@ def bind(
     cast: bool = True,
     check: tuple[Any, ...] | None = None,
     in_place_data: bool = False,
+    share_weights: bool = False,
 ) -> Bound:
     """Load the weights of another checkpoint of the same model into an exported file.
 
@@ -145,6 +151,9 @@ def bind(
         in_place_data: Replace the data file of ``model`` alone: its ONNX file stays byte for byte as
             it is, so that engines that were compiled for it are found again. With ``output``, write
             a file that has all tensors for this in its data file, also small ones.
+        share_weights: Write a file without these weights: tensors that are entries as they are refer
+            to the safetensors files, which are linked into the folder of ``output``, or copied; all
+            others are in its data file.
 
     Returns:
         The model with the new weights, and the entries that could not be bound.
@@ -177,7 +186,10 @@ def bind(
     tagged.require_exact_tags()
     external = has_external_data(tagged.model)
     needed = Needed.of(tagged)
-    fitted = fit(read_entries(weights), needed, cast=cast)
+    entries = read_entries(weights)
+    if share_weights:
+        check_referring(output, entries.tensors, in_place_data=in_place_data)
+    fitted = fit(entries, needed, cast=cast)
     if adapters:
         from htp_export.capabilities.bind.adapters import with_adapters
 
@@ -185,6 +197,8 @@ def bind(
     tensors, unbound = _made(needed, fitted)
     if strict:
         _refuse(fitted, unbound)
+    if external or share_weights:
+        tensors = as_they_are(tensors, needed.recipes, fitted.tensors)
     old = {value: value.const_value for value in tensors}
     for value, tensor in tensors.items():
         value.const_value = tensor
@@ -194,6 +208,9 @@ def bind(
         _check(weights, check, tagged)
     if alone is not None:
         alone.write(tensors, old)
+    elif share_weights and output is not None:
+        notes = write_referring(tagged.model, Path(output), tensors.values())
+        bound = replace(bound, notes=(*bound.notes, *notes))
     elif output is not None:
         outside = tensors.values() if in_place_data else ()
         write_model(tagged.model, output, True if external or outside else None, outside=outside)

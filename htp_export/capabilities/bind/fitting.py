@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.bind.state_entries import StateEntries
 from htp_export.errors import InputError, nearest_names
+from htp_export.files.data_files import DataTensor
 from htp_export.format.parameters import Declared
 from htp_export.format.recipes import Recipe, operands_of, parameters_in
 from htp_export.model.tagged import TaggedModel
@@ -164,7 +165,10 @@ def converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol
 
 
 def _converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol:
-    return ir.Tensor(tensor.numpy().astype(kind.numpy()), dtype=kind, name=tensor.name)
+    array = tensor.numpy().astype(kind.numpy())
+    if isinstance(tensor, DataTensor):
+        tensor.release()
+    return ir.Tensor(array, dtype=kind, name=tensor.name)
 
 
 def _of_tied(
