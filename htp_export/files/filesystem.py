@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import stat
 import tempfile
@@ -296,10 +297,57 @@ def sync_folder(path: Path) -> None:
 def copy_range(source: IO[bytes], offset: int, count: int, target: IO[bytes]) -> int:
     """Copy bytes of a file to the current position of another file or stream; return how many there were.
 
-    Linux copies from file to file within the kernel; file systems that share blocks copy nothing.
+    Linux copies from file to file within the kernel: nothing on file systems that share blocks, and
+    no holes of sparse files.
     """
-    copied = _copied_by_kernel(source, offset, count, target)
-    source.seek(offset + copied)
+    copied = 0
+    while copied < count:
+        start = offset + copied
+        part = _next_part(source, start, count - copied, target)
+        if part < 0:
+            copied -= part
+            continue
+        done = _copied_by_kernel(source, start, part, target)
+        if done < part:
+            done += _copied_in_chunks(source, start + done, part - done, target)
+        copied += done
+        if done < part:
+            break
+    return copied
+
+
+def _next_part(source: IO[bytes], offset: int, count: int, target: IO[bytes]) -> int:
+    """Return the number of bytes of data at an offset; for a hole, skip it, and return its size, negated.
+
+    In the target, a hole is skipped only behind its end.
+    """
+    try:
+        data = os.lseek(source.fileno(), offset, os.SEEK_DATA)
+    except OSError as error:
+        # ENXIO: no data follows, up to the end of the file
+        at_end = error.errno == errno.ENXIO
+        data = os.fstat(source.fileno()).st_size if at_end else offset
+    except (AttributeError, io.UnsupportedOperation):  # Windows; a stream that is no file
+        return count
+    if data <= offset:
+        end = os.lseek(source.fileno(), offset, os.SEEK_HOLE) if data == offset else offset
+        return min(count, end - offset) if end > offset else count
+    hole = min(count, data - offset)
+    try:
+        target.flush()
+        position = target.tell()
+        if os.fstat(target.fileno()).st_size > position:
+            return count
+        os.ftruncate(target.fileno(), position + hole)
+        target.seek(position + hole)
+    except (OSError, AttributeError):
+        return count
+    return -hole
+
+
+def _copied_in_chunks(source: IO[bytes], offset: int, count: int, target: IO[bytes]) -> int:
+    copied = 0
+    source.seek(offset)
     while copied < count:
         chunk = source.read(min(count - copied, CHUNK_BYTES))
         if not chunk:
