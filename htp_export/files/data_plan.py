@@ -107,11 +107,16 @@ def plan_data(
 
 
 def plan_shared(
-    places: list[Slot], target: Path, sources: Iterable[Path], *, serial: bool = False
+    places: list[Slot],
+    target: Path,
+    sources: Iterable[Path],
+    *,
+    own: bool = False,
+    serial: bool = False,
 ) -> DataPlan:
     """Plan the data files of a model that shares files of a checkpoint; other weights move into its data file.
 
-    ``sources``: the files of the checkpoint. ``serial``: do not choose the plain name ``<name>.data``.
+    ``sources``: the files of the checkpoint. ``own``: they belong to the model. ``serial``: do not choose the plain name ``<name>.data``.
     """
     files = shared_files_of(sources, target)
     moving: list[Slot] = []
@@ -125,7 +130,7 @@ def plan_shared(
     names = {name for _, name in staying}
     linked = [file for file in files.values() if file.name in names]
     data = _free_name(target, serial=serial)
-    return DataPlan(target, data, True, moving, staying, names, linked)
+    return DataPlan(target, data, True, moving, staying, set() if own else names, linked)
 
 
 def _is_large_initializer(slot: Slot, outside: Collection[int]) -> bool:

@@ -150,7 +150,7 @@ def write_model(
 
 
 def write_sharing(
-    model: ir.Model, path: str | os.PathLike[str], files: Collection[Path]
+    model: ir.Model, path: str | os.PathLike[str], files: Collection[Path], *, own: bool = False
 ) -> list[tuple[SharedFile, Way]]:
     """Write an ONNX file that refers to files of a checkpoint; all other weights go into its data file.
 
@@ -159,6 +159,7 @@ def write_sharing(
         path: The file to write.
         files: Files of weights. Each is linked into the folder of the model, or copied, if it is in
             another one.
+        own: The files belong to the model: they were written for it.
 
     Returns:
         The files that the model refers to, and how each is in its folder.
@@ -168,7 +169,8 @@ def write_sharing(
         ResultError: As for `write_model`.
     """
     ways: list[tuple[SharedFile, Way]] = []
-    _write_model(model, Path(path), None, share_weights=True, checked=True, files=files, ways=ways)
+    plan = functools.partial(plan_shared, sources=files, own=own)
+    _write_model(model, Path(path), None, share_weights=True, checked=True, plan=plan, ways=ways)
     return ways
 
 
@@ -185,7 +187,7 @@ def _write_model(
     share_weights: bool,
     checked: bool,
     outside: Collection[int] = (),
-    files: Collection[Path] | None = None,
+    plan: Callable[..., DataPlan] | None = None,
     ways: list[tuple[SharedFile, Way]] | None = None,
 ) -> None:
     _check_request(model, target, external_data, share_weights=share_weights)
@@ -202,8 +204,8 @@ def _write_model(
                 plan_data, [slot for slot, _ in places], target, external_data,
                 lambda: own_files(target), most_inside=_LARGE_BYTES, share=share_weights, outside=outside,
             )  # fmt: skip
-            if files is not None:
-                choose = functools.partial(plan_shared, [slot for slot, _ in places], target, files)
+            if plan is not None:
+                choose = functools.partial(plan, [slot for slot, _ in places], target)
             try:
                 moved = _write_files(copy, places, choose(), ways, checked=checked)
             except FileExistsError:  # another process created a file of that name meanwhile

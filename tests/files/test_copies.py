@@ -70,7 +70,11 @@ def test_holes_stay_holes(sparse, tmp_path):
 @pytest.mark.parametrize("kind", [np.float32, np.int8, np.float16])
 def test_a_transposed_array_in_c_order_is_numpys(shape, kind):
     array = np.random.default_rng(0).integers(-100, 100, shape).astype(kind).T
-    for each in (array, array[::2] if array.ndim else array, array[..., ::-1] if array.ndim else array):
+    for each in (
+        array,
+        array[::2] if array.ndim else array,
+        array[..., ::-1] if array.ndim else array,
+    ):
         found = contiguous(each)
         assert found.flags.c_contiguous
         np.testing.assert_array_equal(found, each)

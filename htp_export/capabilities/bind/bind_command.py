@@ -40,6 +40,10 @@ def bind_command(
     share_weights: Annotated[
         bool, "Refer to the safetensors files of WEIGHTS in place of copying them."
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        "Write the weights of these modules alone, a part; the last part writes OUTPUT.",
+    ] = None,
     form: Annotated[
         str | None,
         typer.Option("--map", help="Print a map as JSON: recipes, tensorrt, safetensors."),
@@ -65,12 +69,14 @@ def bind_command(
             cast=cast,
             in_place_data=in_place_data,
             share_weights=share_weights,
+            only=only,
         )
     if form is not None:
         found: Any = result.map(form)  # type: ignore[arg-type] # it refuses others
         print_json(found)
         return
-    report(result, as_json, output=file if output is None else output)
+    written = file if output is None else output
+    report(result, as_json, output=written if written.exists() else None)
 
 
 def _adapter(typed: str) -> tuple[str, float]:

@@ -19,6 +19,7 @@ from htp_export.capabilities.bind.entries_as_they_are import (
 )
 from htp_export.capabilities.bind.fitting import Fitted, Needed, fit
 from htp_export.capabilities.bind.state_entries import Weights, read_entries
+from htp_export.capabilities.bind.parts import Parts, Selector
 from htp_export.editing.flattening import read_for_change
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
@@ -124,6 +125,7 @@ def bind(
     check: tuple[Any, ...] | None = None,
     in_place_data: bool = False,
     share_weights: bool = False,
+    only: Selector | None = None,
 ) -> Bound:
     """Load the weights of another checkpoint of the same model into an exported file.
 
@@ -154,6 +156,8 @@ def bind(
         share_weights: Write a file without these weights: tensors that are entries as they are refer
             to the safetensors files, which are linked into the folder of ``output``, or copied; all
             others are in its data file.
+        only: Selector of modules: write their weights alone, into a data file beside ``output``.
+            ``output`` is written by the run after which the weights of all modules are there.
 
     Returns:
         The model with the new weights, and the entries that could not be bound.
@@ -197,7 +201,11 @@ def bind(
     tensors, unbound = _made(needed, fitted)
     if strict:
         _refuse(fitted, unbound)
-    if external or share_weights:
+    if only is not None and (in_place_data or share_weights or adapters or check is not None):
+        raise InputError(
+            "only writes a part of the weights: leave in_place_data, share_weights, adapters and check out"
+        )
+    if external or share_weights or only is not None:
         tensors = as_they_are(tensors, needed.recipes, fitted.tensors)
     old = {value: value.const_value for value in tensors}
     for value, tensor in tensors.items():
@@ -208,6 +216,10 @@ def bind(
         _check(weights, check, tagged)
     if alone is not None:
         alone.write(tensors, old)
+    elif only is not None:
+        parts = Parts.of(model, output, needed, tensors, entries.tensors)
+        note = parts.write(only, tagged)
+        bound = replace(bound, notes=(*bound.notes, note))
     elif share_weights and output is not None:
         notes = write_referring(tagged.model, Path(output), tensors.values())
         bound = replace(bound, notes=(*bound.notes, *notes))
