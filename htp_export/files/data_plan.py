@@ -116,7 +116,8 @@ def plan_shared(
 ) -> DataPlan:
     """Plan the data files of a model that shares files of a checkpoint; other weights move into its data file.
 
-    ``sources``: the files of the checkpoint. ``own``: they belong to the model. ``serial``: do not choose the plain name ``<name>.data``.
+    ``sources``: the files of the checkpoint. ``own``: they belong to the model. ``serial``: do not
+    choose the plain name ``<name>.data``.
     """
     files = shared_files_of(sources, target)
     moving: list[Slot] = []
@@ -209,7 +210,7 @@ _TENSOR_BYTES = 256  # sampled at the start of each tensor: other weights differ
 _END = b"htp.data "
 """The first bytes after the tensors in a data file that replaces another one; a JSON object follows."""
 
-_LONGEST_END = 256
+_LONGEST_END = 256  # such an end has about a hundred bytes
 
 _SHARED = {"size": int, "modified_ns": int, "sha256": str}
 _OWN = {"size": int, "serial": str, "tensors": str}
@@ -356,7 +357,8 @@ def _is_described(file: Path, note: Mapping[str, Any], places: Sequence[Place]) 
     serial = _serial(file, places, note["size"], note.get("differs"))
     if serial == note["serial"]:
         return True
-    return behind_data(file, note) == {"replaces": _hash_of(note), "serial": serial}
+    end = behind_data(file, note)
+    return bool(end == {"replaces": _hash_of(note), "serial": serial})
 
 
 def _hash_of(note: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ a killed process leaves the old data or the new; both match the model (`end_of_r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,5 +209,12 @@ def _moved(replacement: Replacement, file: DataFile) -> DataTensor:
     shape = tuple(old.shape.numpy())
     fields = descriptive_fields(replacement.new)
     return DataTensor(
-        old.location, old.offset, old.length, old.dtype, shape, fields, file, old.base_dir
+        os.fspath(old.location),
+        old.offset,
+        old.length,
+        old.dtype,
+        shape,
+        fields,
+        file,
+        old.base_dir,
     )

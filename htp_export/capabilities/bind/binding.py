@@ -18,8 +18,8 @@ from htp_export.capabilities.bind.entries_as_they_are import (
     write_referring,
 )
 from htp_export.capabilities.bind.fitting import Fitted, Needed, fit
-from htp_export.capabilities.bind.state_entries import Weights, read_entries
 from htp_export.capabilities.bind.parts import Parts, Selector
+from htp_export.capabilities.bind.state_entries import Weights, read_entries
 from htp_export.editing.flattening import read_for_change
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model

@@ -17,6 +17,7 @@ from htp_export.files.write_file import clear_killed, real_path
 from htp_export.model.tagged import ModelSource
 
 _MOST_NAMED = 3
+"""Tensors that a message names."""
 
 
 @dataclass(frozen=True)

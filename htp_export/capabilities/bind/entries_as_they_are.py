@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def _is_like(one: ir.TensorProtocol, other: ir.TensorProtocol) -> bool:
 def _renamed(entry: DataTensor, tensor: ir.TensorProtocol) -> DataTensor:
     """Return an entry with the name and the metadata of a tensor."""
     shape, fields = tuple(entry.shape.numpy()), descriptive_fields(tensor)
-    place = (entry.location, entry.offset, entry.length)
+    place = (os.fspath(entry.location), entry.offset, entry.length)
     return DataTensor(*place, entry.dtype, shape, fields, entry.file, entry.base_dir)
 
 

@@ -26,9 +26,9 @@ from htp_export.files.model_files import places_of, write_sharing
 from htp_export.files.text_files import read_json
 from htp_export.files.write_file import Move, real_path, work_folder
 from htp_export.format.recipes import Recipe, parameters_in
-from htp_export.format.selectors import select_below
 from htp_export.format.tags import ancestors
 from htp_export.model.tagged import ModelSource, TaggedModel
+from htp_export.plans.rules import modules_within
 from htp_export.reporting.columns import many
 
 Selector: TypeAlias = str | Sequence[str]
@@ -39,6 +39,7 @@ _SMALL_BYTES = 256
 """Tensors up to this size are in the ONNX file: the run that writes it computes them."""
 
 _MOST_NAMED = 5
+"""Modules that a note names."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Parts:
             InputError: The selector matches no module, or no module with weights.
             FileError: A file cannot be written.
         """
-        selected = frozenset(select_below(only, tagged.hierarchy.classes))
+        selected = frozenset(modules_within(tagged, only))
         names = [name for name, module in self.modules.items() if module in selected]
         if not names:
             raise InputError(
@@ -107,11 +108,12 @@ class Parts:
             raise FileError(self.output, f"a part of it cannot be written: {problem}") from error
         written = self._written()
         missing = [name for name in self.large if name not in written]
-        done = f"{many(len(names), 'tensor')} of {len(self.large):,} were written"
+        done = f"{len(names):,} of {many(len(self.large), 'tensor')} were written"
         if missing:
             modules = list(dict.fromkeys(self.modules[name] or "." for name in missing))
             more = ", ..." * (len(modules) > _MOST_NAMED)
-            return f"{done}; {self.output.name} is written when those of {', '.join(modules[:_MOST_NAMED])}{more} are there"
+            listed = ", ".join(modules[:_MOST_NAMED]) + more
+            return f"{done}; {self.output.name} is written when those of {listed} are there"
         self._write_model(tagged.model, written)
         return f"{done}; all parts are there, and {self.output.name} refers to them"
 
