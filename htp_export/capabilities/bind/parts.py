@@ -20,7 +20,7 @@ from htp_export.capabilities.bind.fitting import Needed
 from htp_export.errors import FileError, InputError, first_line
 from htp_export.files.data_files import DataFile, DataTensor, find_data, place_data
 from htp_export.files.data_plan import describe_own, sha256_of
-from htp_export.files.filesystem import is_plain_file
+from htp_export.files.filesystem import is_plain_file, is_special
 from htp_export.files.lazy_tensor import Slot, descriptive_fields
 from htp_export.files.model_files import places_of, write_sharing
 from htp_export.files.text_files import read_json
@@ -71,12 +71,15 @@ class Parts:
 
         Raises:
             InputError: There is no output, or the model or the weights are no files.
+            FileError: The output is a device or a pipe.
         """
         files = {tensor.file.path for tensor in entries.values() if isinstance(tensor, DataTensor)}
         if output is None or not isinstance(model, str | os.PathLike) or not files:
             raise InputError(
                 "only writes a part of a file: give the path of a model, an output, and safetensors files as weights"
             )
+        if is_special(Path(output)):
+            raise FileError(output, "is not a regular file, so that no data file can be beside it")
         large: dict[str, ir.TensorProtocol] = {}
         modules: dict[str, str] = {}
         for value, tensor in tensors.items():
