@@ -183,6 +183,25 @@ def test_entries_of_another_type_are_converted_beside(tmp_path):
     np.testing.assert_allclose(run(out / "free.onnx"), loaded(X).detach().numpy(), atol=1e-5)
 
 
+def test_parameters_that_are_equal_refer_to_the_first(tmp_path):
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.LayerNorm(96), nn.LayerNorm(96)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x) + self.two(x.tanh())
+
+    x, file = torch.randn(2, 96), tmp_path / "free.onnx"
+    state = {name: torch.full((96,), len(name) + 0.5) for name in Pair().state_dict()}
+    save_file(state, tmp_path / "model.safetensors")
+    htp_export.export(Pair().eval(), (x,), file, weights=tmp_path, verbose=False)
+    assert set(locations(file).values()) - {""} == {"model.safetensors"}
+    expected = Pair()
+    expected.load_state_dict(state)
+    np.testing.assert_allclose(run(file, x), expected(x).detach().numpy(), atol=1e-5)
+
+
 # --- what is refused; nothing is written then ---
 
 

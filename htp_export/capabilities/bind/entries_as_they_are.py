@@ -31,11 +31,16 @@ def as_they_are(
     """
     found = dict(tensors)
     for value, tensor in tensors.items():
-        recipe = recipes[value]
-        entry = entries.get(recipe) if isinstance(recipe, str) else None
+        entry = entries.get(_entry_of(recipes[value]))
         if isinstance(entry, DataTensor) and _is_like(entry, tensor):
             found[value] = _renamed(entry, tensor)
     return found
+
+
+def _entry_of(recipe: Recipe) -> str:
+    """Return the entry that a tensor is; the first of equal ones, and empty for other recipes."""
+    first = recipe[1] if isinstance(recipe, list) and recipe[0] == "equal" else recipe
+    return first if isinstance(first, str) else ""
 
 
 def _is_like(one: ir.TensorProtocol, other: ir.TensorProtocol) -> bool:
