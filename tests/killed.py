@@ -57,6 +57,10 @@ OPERATIONS: dict[str, Callable[[Path], Any]] = {
     "inline": lambda at: htp_export.inline(at / "in.onnx", at / "out.onnx"),
     "rename": lambda at: htp_export.rename(at / "in.onnx", at / "out.onnx"),
     "tool": lambda at: htp_export.tools.onnxscript(at / "in.onnx", at / "out.onnx"),
+    "bind_data": lambda at: None,  # see `_binding`
+    "bind_shared": lambda at: htp_export.bind(
+        at / "old.onnx", at / "tuned" / "model.safetensors", at / "out.onnx", share_weights=True
+    ),
     "partition": lambda at: htp_export.partition(at / "in.onnx", 2, at / "stages"),
     "export": lambda at: None,  # see `_program`
 }
@@ -71,6 +75,24 @@ def _program() -> Callable[[Path], Any]:
     program = htp_export.export(net(1), (torch.zeros(2, 64),), verbose=False)
     assert program is not None
     return lambda at: program.save(str(at / "out.onnx"), external_data=True)
+
+
+def _import_bind(weights: dict[str, Any]) -> None:
+    import torch
+
+    from tests.everywhere.test_killed import net
+
+    program = htp_export.export(net(0), (torch.zeros(2, 64),), verbose=False)
+    htp_export.bind(program, weights)
+
+
+def _binding() -> Callable[[Path], Any]:
+    """New weights in the data file alone; the forks do not import what it needs."""
+    from tests.everywhere.test_killed import net
+
+    weights = net(1).state_dict()
+    _import_bind(weights)
+    return lambda at: htp_export.bind(at / "out.onnx", weights, in_place_data=True)
 
 
 def state(folder: Path) -> str:
@@ -140,7 +162,8 @@ def run(
 
 
 def main(name: str, home: Path, kills: int = 0, seed: int = 0) -> None:
-    operation = _program() if name == "export" else OPERATIONS[name]
+    prepared = {"export": _program, "bind_data": _binding}
+    operation = prepared[name]() if name in prepared else OPERATIONS[name]
     given = home / "given"
     fresh = home / "fresh"
 

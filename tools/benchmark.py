@@ -26,6 +26,7 @@ import gc
 import io
 import json
 import logging
+import shutil
 import statistics
 import subprocess
 import sys
@@ -383,7 +384,8 @@ def run_verify(name: str, pairs: int) -> None:
 def run_bind(name: str, exporter: str, pairs: int) -> None:
     """``bind`` of the weights of another checkpoint, against an export of the model that has them.
 
-    Both write a file. The control is ``bind`` against itself, paired in the same way.
+    Both write a file. The control is ``bind`` against itself, paired in the same way. A plain copy of the data file
+    says what of the time is spent on writing so many bytes.
     """
     from safetensors.torch import save_file
 
@@ -414,14 +416,31 @@ def run_bind(name: str, exporter: str, pairs: int) -> None:
         def export() -> None:
             write(htp_export.export, model, inputs, exporter, f"{folder}/exported.onnx")
 
-        seconds(bind), seconds(export)  # warm
-        found: dict[str, list[float]] = {"bind s": [], "export / bind": [], "A/A": []}
+        ready = f"{folder}/ready.onnx"
+        htp_export.bind(file, weights, ready, in_place_data=True)
+
+        def in_place() -> None:
+            htp_export.bind(ready, weights, in_place_data=True)
+
+        def copy() -> None:
+            shutil.copyfile(f"{file}.data", f"{folder}/copy.data")
+
+        actions = (bind, in_place, copy, export)
+        for action in actions:
+            seconds(action)  # warm
+        found: dict[str, list[float]] = {}
         for index in range(pairs):
-            order = (bind, export) if index % 2 else (export, bind)
+            order = actions if index % 2 else actions[::-1]
             times = {action: seconds(action) for action in order}
-            found["bind s"].append(times[bind])
-            found["export / bind"].append(times[export] / times[bind])
-            found["A/A"].append(seconds(bind) / seconds(bind))
+            row = {
+                "bind s": times[bind],
+                "export / bind": times[export] / times[bind],
+                "export / in place": times[export] / times[in_place],
+                "bind / copy": times[bind] / times[copy],
+                "A/A": seconds(bind) / seconds(bind),
+            }
+            for label, value in row.items():
+                found.setdefault(label, []).append(value)
     print(f"{name:8} {exporter}")
     for label, values in found.items():
         print(f"{'':9}" + describe(label, values), flush=True)

@@ -8,6 +8,8 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from htp_export.exporter.export_arguments import (
 )
 from htp_export.exporter.export_cache import remember
 from htp_export.exporter.quiet import hide_messages, show_tree_in_notebooks
+from htp_export.files.write_file import work_folder
 from htp_export.process.restoring import Changes, set_variable
 
 
@@ -72,13 +75,14 @@ def export(
     export_modules_as_functions: ModulesAsFunctions = False,
     autograd_inlining: bool = True,
     names: str | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> torch.onnx.ONNXProgram | None:
     """Export a model to ONNX, and tag every node with the modules that compute it.
 
     Every parameter has the meaning, the default and the position that it has in
     ``torch.onnx.export``, and the graph is the same; with ``export_modules_as_functions``, which
-    torch ignores under ``dynamo=True``, modules are functions. torch has no parameter ``names``.
-    ``docs/format.md`` describes the tags.
+    torch ignores under ``dynamo=True``, modules are functions. torch has no parameters ``names``
+    and ``weights``. ``docs/format.md`` describes the tags.
 
     With ``dynamo=False``, the model is called as torch calls it. If that fails or changes the
     result, it is called with the arguments as you passed them: ``docs/export.md``.
@@ -123,6 +127,9 @@ def export(
         autograd_inlining: Deprecated by torch.
         names: ``"path"`` for names of nodes and tensors that begin with module paths, as with
             `rename`; None for torch's names.
+        weights: A checkpoint in safetensors files, whose weights the file has in place of those of
+            ``model``: parameters refer to these files, which are linked into the folder of ``f``, or
+            copied. What else the file stores is in its data file. See ``docs/bind.md``.
 
     Returns:
         The ``ONNXProgram`` with ``dynamo=True``, None with ``dynamo=False``. While the model and
@@ -136,7 +143,8 @@ def export(
         InputError: Nothing is exported if torch's exporter cannot write ``opset_version``; if it
             does not accept key-value caches, or ``f`` is missing (``dynamo=False``); if
             ``export_modules_as_functions`` selects no module; if the style ``names`` is unknown. No
-            file is written if none of the selected modules can be a function.
+            file is written if none of the selected modules can be a function, or if ``weights`` do
+            not fit the model.
         CaptureError: htp_export failed to capture the export, an error of its own. Inside `tagging`
             with ``strict=False``, the model is exported without tags instead.
         TorchChangedError: The installed torch lacks a part that htp_export needs.
@@ -151,7 +159,7 @@ def export(
     options = {
         name: value
         for name, value in locals().items()
-        if name not in ("model", "args", "f", "names")
+        if name not in ("model", "args", "f", "names", "weights")
     }
     if isinstance(f, str | os.PathLike):
         check_writable(f)
@@ -167,6 +175,7 @@ def export(
         )
     else:
         refuse_caches(positional, kwargs or {})
+    shared = None if weights is None else _SharedWeights.of(weights, f, dynamo=uses_dynamo)
     exporter = running.wanted() or _Exporter()
     run: Run = advice_on_caches(positional, kwargs or {})(torch.onnx.export)
     options["verbose"] = bool(verbose)  # torch's None prints a line for each step
@@ -178,7 +187,9 @@ def export(
         hide_messages(changes)
         _watch(changes, entry, exporter)
         set_variable(changes, running.exporter, exporter)
-        return run(model, args, f, **options)
+        if shared is None:
+            return run(model, args, f, **options)
+        return shared.written(lambda file: run(model, args, file, **options))
 
     # All of it alone, not only the trace: torch first reads its translations, which parses sources,
     # and CPython 3.11's parser sometimes fails if two threads do that ("AST constructor recursion
@@ -191,6 +202,38 @@ def export(
         show_tree_in_notebooks(program)
     remember(model, args, kwargs, f, program)
     return program
+
+
+@dataclass(frozen=True)
+class _SharedWeights:
+    """A file to write that refers to a checkpoint for its weights."""
+
+    weights: str | os.PathLike[str]
+    file: Path
+    dynamo: bool
+
+    @classmethod
+    def of(cls, weights: str | os.PathLike[str], f: Any, *, dynamo: bool) -> _SharedWeights:
+        """Refuse weights that a file cannot refer to, before the model runs."""
+        if not isinstance(f, str | os.PathLike):
+            raise InputError("weights: the file refers to them; give f, the file to write")
+        provider("weights_of_checkpoint").check(weights)
+        return cls(weights, Path(f), dynamo)
+
+    def written(
+        self, run: Callable[[str | None], torch.onnx.ONNXProgram | None]
+    ) -> torch.onnx.ONNXProgram | None:
+        """Export without weights; the TorchScript exporter first writes a file with weights, beside the target."""
+        write = provider("weights_of_checkpoint").write
+        if self.dynamo:
+            program = run(None)
+            write(program, self.weights, self.file)
+            return program
+        with work_folder(self.file) as work:
+            file = work.new / self.file.name
+            run(os.fspath(file))
+            write(file, self.weights, self.file)
+        return None
 
 
 def _steps_after(

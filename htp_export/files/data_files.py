@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.files.filesystem import CHUNK_BYTES, Identity
+from htp_export.files.filesystem import Identity, copy_range
 from htp_export.files.lazy_tensor import Slot, descriptive_fields, write_values
 from htp_export.process.progress import counted
 
@@ -158,18 +158,12 @@ class DataTensor(ir.ExternalTensor):
             return np.memmap(file, np.uint8, "r", self.offset or 0, (self.nbytes,)).view(np.ndarray)
 
     def tofile(self, file: IO[bytes]) -> None:
-        """Copy the values to another file in chunks."""
-        remaining = self.length or self.nbytes
+        """Copy the values to another file, without holding them in memory."""
+        count = self.length or self.nbytes
         with self.file.opened() as source:
-            source.seek(self.offset or 0)
-            while remaining:
-                chunk = source.read(min(remaining, CHUNK_BYTES))
-                if not chunk:
-                    raise FileError(
-                        self.file.path, f"cannot be read: it ends within tensor {self.name!r}"
-                    )
-                file.write(chunk)
-                remaining -= len(chunk)
+            copied = copy_range(source, self.offset or 0, count, file)
+        if copied < count:
+            raise FileError(self.file.path, f"cannot be read: it ends within tensor {self.name!r}")
 
     def is_stored_as(self, other: DataTensor) -> bool:
         """Return whether both tensors are the same bytes of the same unchanged file, with the same type."""

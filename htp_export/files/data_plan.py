@@ -23,6 +23,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.files.filesystem import CHUNK_BYTES
 from htp_export.files.lazy_tensor import Slot
+from htp_export.files.linked_weights import SharedFile, shared_files_of
 from htp_export.files.write_file import Move
 from htp_export.format import tags
 from htp_export.format.json_text import parse_json
@@ -37,7 +38,8 @@ class DataPlan:
 
     ``free``: whether the data file must not exist yet. This is so if its name was chosen here: then
     one rename replaces the model. Names in ``staying`` are relative to the folder of the target;
-    ``shared`` is the subset of these names that belongs to another model.
+    ``shared`` is the subset of these names that belongs to another model. ``linked`` has the files
+    that the folder of the target may not have yet.
     """
 
     target: Path
@@ -46,6 +48,7 @@ class DataPlan:
     moving: list[Slot]
     staying: list[tuple[Slot, str]]
     shared: set[str]
+    linked: Sequence[SharedFile] = ()
 
     @property
     def needed(self) -> set[Path]:
@@ -91,6 +94,7 @@ def plan_data(
     most_inside: int,
     share: bool,
     serial: bool = False,
+    outside: Collection[int] = (),
 ) -> DataPlan:
     """Plan the data files of a model: either all of its external tensors move into a new file, or none.
 
@@ -99,11 +103,12 @@ def plan_data(
     returns the data files of the model that is replaced, without shared ones. At most
     ``most_inside`` bytes of weights in memory are written into the ONNX file. ``share``: external
     weights stay in their files; a `FileError` if these are in another folder. ``serial``: do not
-    choose the plain name ``<name>.data``.
+    choose the plain name ``<name>.data``. ``outside``: the ``id`` of small tensors that are written
+    into the data file if large ones are.
     """
     movable = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
     external = [slot for slot in movable if slot.external]
-    large = [slot for slot in movable if _is_large_initializer(slot)]
+    large = [slot for slot in movable if _is_large_initializer(slot, outside)]
     free = external_data in (None, True)
     data = _free_name(target, serial=serial) if free else target.with_name(str(external_data))
     if external_data is not None:
@@ -128,8 +133,38 @@ def plan_data(
     return DataPlan(target, data, free, large, staying, shared)
 
 
-def _is_large_initializer(slot: Slot) -> bool:
-    return slot.initializer and not slot.external and slot.tensor.nbytes > _SMALL_BYTES
+def plan_shared(
+    places: list[Slot],
+    target: Path,
+    sources: Iterable[Path],
+    *,
+    own: bool = False,
+    serial: bool = False,
+) -> DataPlan:
+    """Plan the data files of a model that shares files of a checkpoint; other weights move into its data file.
+
+    ``sources``: the files of the checkpoint. ``own``: they belong to the model. ``serial``: do not
+    choose the plain name ``<name>.data``.
+    """
+    files = shared_files_of(sources, target)
+    moving: list[Slot] = []
+    staying: list[tuple[Slot, str]] = []
+    for slot in places:
+        shared = files.get(Path(slot.path).resolve()) if slot.external else None
+        if shared is not None:
+            staying.append((slot, shared.name))
+        elif slot.external or _is_large_initializer(slot, ()):
+            moving.append(slot)
+    names = {name for _, name in staying}
+    linked = [file for file in files.values() if file.name in names]
+    data = _free_name(target, serial=serial)
+    return DataPlan(target, data, True, moving, staying, set() if own else names, linked)
+
+
+def _is_large_initializer(slot: Slot, outside: Collection[int]) -> bool:
+    """Return whether an initializer in memory is written into the data file."""
+    is_large = slot.tensor.nbytes > _SMALL_BYTES or id(slot.tensor) in outside
+    return slot.initializer and not slot.external and is_large
 
 
 def _total_bytes(weights: Iterable[Slot]) -> int:
@@ -203,6 +238,11 @@ _BLOCK_BYTES = 4096  # one page of memory
 _BLOCKS = 64  # sampled in each file, independent of its size: they are read in one millisecond
 _TENSOR_BYTES = 256  # sampled at the start of each tensor: other weights differ there
 
+_END = b"htp.data "
+"""The first bytes after the tensors in a data file that replaces another one; a JSON object follows."""
+
+_LONGEST_END = 256  # such an end has about a hundred bytes
+
 _SHARED = {"size": int, "modified_ns": int, "sha256": str}
 _OWN = {"size": int, "serial": str, "tensors": str}
 
@@ -218,21 +258,38 @@ def describe_own(
 ) -> dict[str, Any]:
     """Return the entry of ``htp.data`` for a model's own data file: its size, and a hash of samples.
 
-    If the samples of the file that it replaces are equal, the first block that differs is sampled,
-    too, so that the model never matches the replaced file.
+    If the file that it replaces would match, too, the first block that differs is sampled as well, so
+    that the model never matches the replaced file.
     """
     places = sorted(tensors)
     size = file.stat().st_size
     serial = _serial(file, places, size)
-    note: dict[str, Any] = {"size": size, "serial": serial, "tensors": _layout(places)}
+    note: dict[str, Any] = {"size": size, "serial": serial, "tensors": layout_of(places)}
     if replaced is None or not replaced.is_file() or replaced.stat().st_size < size:
         return note
-    if _serial(replaced, places, size) == serial:
+    if _is_described(replaced, note, places):
         offset = _first_difference(file, replaced)
         if offset is not None:
             note["serial"] = _serial(file, places, size, offset)
             note["differs"] = offset
     return note
+
+
+def end_of_replacement(file: Path, note: Mapping[str, Any], places: Iterable[Place]) -> bytes:
+    """Return the bytes to append to new data, so that they match a model that was written with other data.
+
+    Empty if they match as they are.
+
+    Args:
+        file: The new data, as long as the data that the note describes.
+        note: The entry of ``htp.data`` in the model, which does not change.
+        places: The positions of the tensors.
+    """
+    serial = _serial(file, places, note["size"], note.get("differs"))
+    if serial == note["serial"]:
+        return b""
+    end = {"replaces": _hash_of(note), "serial": serial}
+    return _END + json.dumps(end, separators=(",", ":")).encode() + b"\n"
 
 
 def put_notes(
@@ -274,7 +331,7 @@ def check_notes(
         tensors: Returns the positions of the tensors at a location.
     """
     shared = shared_files(model, metadata)
-    own = _notes(model, metadata, tags.DATA, _OWN)
+    own = own_notes(model, metadata)
     for location, note in (*shared.items(), *own.items()):
         file = files.get(location)
         # a missing file is reported when a tensor is read
@@ -306,7 +363,7 @@ def _check_shared(model: Path, file: Path, note: Mapping[str, Any]) -> None:
 
 def _check_own(model: Path, file: Path, note: Mapping[str, Any], places: list[Place]) -> None:
     size = file.stat().st_size
-    if _layout(places) != note["tensors"]:
+    if layout_of(places) != note["tensors"]:
         return  # another tool wrote both files
     needed = max((offset + length for offset, length in places), default=0)
     if size < needed:
@@ -315,7 +372,7 @@ def _check_own(model: Path, file: Path, note: Mapping[str, Any], places: list[Pl
         problem = (
             f"the model was written with {note['size']:,} bytes of data, but the file has {size:,}"
         )
-    elif _serial(file, places, note["size"], note.get("differs")) != note["serial"]:
+    elif not _is_described(file, note, places):
         problem = "its contents are not the data that the model was written with"
     else:  # if the file is longer, another tool appended data
         return
@@ -324,6 +381,47 @@ def _check_own(model: Path, file: Path, note: Mapping[str, Any], places: list[Pl
         f"does not match its data file {file.name}: {problem}. One of the two was replaced without the other, "
         "for example by an interrupted export; write the model again",
     )
+
+
+def _is_described(file: Path, note: Mapping[str, Any], places: Sequence[Place]) -> bool:
+    """Return whether a data file has the data that a model was written with, or replaces them."""
+    serial = _serial(file, places, note["size"], note.get("differs"))
+    if serial == note["serial"]:
+        return True
+    end = behind_data(file, note)
+    return bool(end == {"replaces": _hash_of(note), "serial": serial})
+
+
+def _hash_of(note: Mapping[str, Any]) -> str:
+    """Return a hash of the description of a data file, which names the data that others replace."""
+    described = {
+        name: note[name] for name in ("differs", "serial", "size", "tensors") if name in note
+    }
+    text = json.dumps(described, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def behind_data(file: Path, note: Mapping[str, Any]) -> Any:
+    """Return what is behind the data that a note describes: ``{}`` for nothing, None for data of others.
+
+    Otherwise, it is the JSON object that `end_of_replacement` has appended.
+    """
+    with file.open("rb") as stream:
+        stream.seek(note["size"])
+        end = stream.read(_LONGEST_END + 1)
+    if not end:
+        return {}
+    if not end.startswith(_END) or len(end) > _LONGEST_END:
+        return None
+    try:
+        return parse_json(end.removeprefix(_END))
+    except ValueError:
+        return None
+
+
+def own_notes(model: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the data files that belong to a model: name → description; a `FileError` for an invalid entry."""
+    return _notes(model, metadata, tags.DATA, _OWN)
 
 
 def _notes(
@@ -368,8 +466,9 @@ def _serial(file: Path, places: Iterable[Place], size: int, differs: int | None 
     return digest.hexdigest()[:32]
 
 
-def _layout(places: list[Place]) -> str:
-    return hashlib.sha256(json.dumps(places).encode()).hexdigest()[:16]
+def layout_of(places: Iterable[Place]) -> str:
+    """Return the hash of the positions of tensors, as in the field ``tensors`` of ``htp.data``."""
+    return hashlib.sha256(json.dumps(sorted(places)).encode()).hexdigest()[:16]
 
 
 def _first_difference(first_path: Path, second_path: Path) -> int | None:

@@ -15,7 +15,13 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.files.data_plan import describe_own, in_safe_order, put_notes, with_serial
+from htp_export.files.data_plan import (
+    describe_own,
+    in_safe_order,
+    put_notes,
+    shared_files,
+    with_serial,
+)
 from htp_export.files.filesystem import (
     check_kind_of_target,
     is_plain_file,
@@ -23,6 +29,7 @@ from htp_export.files.filesystem import (
     temporary_folder,
 )
 from htp_export.files.lazy_tensor import slots
+from htp_export.files.linked_weights import is_same_content
 from htp_export.files.model_files import (
     obsolete_files,
     places_of,
@@ -94,12 +101,17 @@ def _place(
     # ``export_params=False``
     proto = onnx.load(new, load_external_data=False)
     tensors = _external_tensors(proto)
+    metadata_props = {entry.key: entry.value for entry in proto.metadata_props}
+    shared = shared_files(new, metadata_props)
     is_replaceable = replaceable_data(target)
     data: dict[str, Move] = {}
     others: list[Move] = []
     is_changed = False
     for file in beside:
         existing = target.with_name(file.name)
+        if file.name in shared:
+            others += _move_shared(file, existing, target)
+            continue
         if file.name not in tensors:
             others += _move_beside(file, existing, target, replaces)
             continue
@@ -119,6 +131,17 @@ def _place(
     needed = {move.target.resolve() for move in data.values()}
     moves = [*data.values(), *others]
     work.commit(in_safe_order(Move(new, target), moves), lambda: obsolete_files(target, needed))
+
+
+def _move_shared(file: Path, target: Path, model: Path) -> list[Move]:
+    """Return the rename of a link to a file of a checkpoint; empty if the target is this file or a copy of it."""
+    if is_plain_file(target) and is_same_content(file, target):
+        return []
+    if os.path.lexists(target):
+        raise FileError(
+            target, f"is another file than that to which {model.name} refers; name another folder"
+        )
+    return [Move(file, target, free=True)]
 
 
 def _move_beside(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import stat
 import tempfile
@@ -277,7 +278,9 @@ def keep_owner_and_mode(new: Path, old: os.stat_result) -> None:
 
 def sync_file(path: Path) -> None:
     """Flush a file to disk; an `OSError` if it cannot be written, for example because the disk is full."""
-    with path.open("rb+") as file:
+    # a link to a file of others may be write-protected; Windows flushes only files that can be written
+    mode = "rb+" if os.access(path, os.W_OK) else "rb"
+    with path.open(mode) as file:
         os.fsync(file.fileno())
 
 
@@ -289,6 +292,92 @@ def sync_folder(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def copy_range(source: IO[bytes], offset: int, count: int, target: IO[bytes]) -> int:
+    """Copy bytes of a file to the current position of another file or stream; return how many there were.
+
+    Linux copies from file to file within the kernel: nothing on file systems that share blocks, and
+    no holes of sparse files.
+    """
+    copied = 0
+    while copied < count:
+        start = offset + copied
+        part = _next_part(source, start, count - copied, target)
+        if part < 0:
+            copied -= part
+            continue
+        done = _copied_by_kernel(source, start, part, target)
+        if done < part:
+            done += _copied_in_chunks(source, start + done, part - done, target)
+        copied += done
+        if done < part:
+            break
+    return copied
+
+
+def _next_part(source: IO[bytes], offset: int, count: int, target: IO[bytes]) -> int:
+    """Return the number of bytes of data at an offset; for a hole, skip it, and return its size, negated.
+
+    In the target, a hole is skipped only behind its end.
+    """
+    try:
+        data = os.lseek(source.fileno(), offset, os.SEEK_DATA)
+    except OSError as error:
+        # ENXIO: no data follows, up to the end of the file
+        at_end = error.errno == errno.ENXIO
+        data = os.fstat(source.fileno()).st_size if at_end else offset
+    except (AttributeError, io.UnsupportedOperation):  # Windows; a stream that is no file
+        return count
+    if data <= offset:
+        end = os.lseek(source.fileno(), offset, os.SEEK_HOLE) if data == offset else offset
+        return min(count, end - offset) if end > offset else count
+    hole = min(count, data - offset)
+    try:
+        target.flush()
+        position = target.tell()
+        if os.fstat(target.fileno()).st_size > position:
+            return count
+        os.ftruncate(target.fileno(), position + hole)
+        target.seek(position + hole)
+    except (OSError, AttributeError):
+        return count
+    return -hole
+
+
+def _copied_in_chunks(source: IO[bytes], offset: int, count: int, target: IO[bytes]) -> int:
+    copied = 0
+    source.seek(offset)
+    while copied < count:
+        chunk = source.read(min(count - copied, CHUNK_BYTES))
+        if not chunk:
+            break
+        target.write(chunk)
+        copied += len(chunk)
+    return copied
+
+
+def _copied_by_kernel(source: IO[bytes], offset: int, count: int, target: IO[bytes]) -> int:
+    """Copy bytes within the kernel as far as it can, and return how many it copied."""
+    if not hasattr(os, "copy_file_range") or not hasattr(target, "fileno"):
+        return 0
+    copied = 0
+    try:
+        target.flush()
+        position = target.tell()
+        while copied < count:
+            part = os.copy_file_range(
+                source.fileno(), target.fileno(), count - copied, offset + copied, position + copied
+            )
+            if not part:
+                break
+            copied += part
+    except OSError as error:  # other streams, and file systems between which the kernel cannot copy
+        if error.errno == errno.ENOSPC:
+            raise
+    if copied:
+        target.seek(position + copied)
+    return copied
 
 
 def remove(path: Path) -> bool:

@@ -29,11 +29,13 @@ from htp_export.files.data_plan import (
     in_safe_order,
     is_named_by_us,
     plan_data,
+    plan_shared,
     put_notes,
     shared_files,
 )
 from htp_export.files.filesystem import Identity, check_kind_of_target, is_special
 from htp_export.files.lazy_tensor import Slot, descriptive_fields, slots, write_filled
+from htp_export.files.linked_weights import SharedFile, Way
 from htp_export.files.parsing import is_protobuf, parsed, parsed_or_none, put_in_order
 from htp_export.files.protobuf_bytes import Marks
 from htp_export.files.targets import check_target
@@ -46,7 +48,7 @@ _LARGE_BYTES = 1_800_000_000
 """Weights in memory above this size are written as external data: protobuf refuses messages of 2 GiB."""
 
 
-_ONE_AT_A_TIME = Mutex()
+ONE_AT_A_TIME = Mutex()
 """Held while a model is written: a thread could replace the file from which another thread copies weights."""
 
 
@@ -112,6 +114,7 @@ def write_model(
     external_data: str | Literal[True] | None = None,
     *,
     share_weights: bool = False,
+    outside: Iterable[ir.TensorProtocol] = (),
 ) -> None:
     """Write an ONNX file and its external data completely or not at all.
 
@@ -130,6 +133,8 @@ def write_model(
         share_weights: Leave external weights in the data file of another model in the same folder.
             A description of the data file is written, and a model whose shared weights were changed
             afterwards is refused when it is read.
+        outside: Initializers that are written to external data, too, if other weights are, also
+            those of at most 256 bytes.
 
     Raises:
         FileError: If a file cannot be written, external data cannot be read, weights in another
@@ -138,7 +143,35 @@ def write_model(
         ResultError: If the model is not valid ONNX, although its source model is
             (`written_check`).
     """
-    _write_model(model, Path(path), external_data, share_weights=share_weights, checked=True)
+    small = frozenset(map(id, outside))
+    _write_model(
+        model, Path(path), external_data, share_weights=share_weights, outside=small, checked=True
+    )
+
+
+def write_sharing(
+    model: ir.Model, path: str | os.PathLike[str], files: Collection[Path], *, own: bool = False
+) -> list[tuple[SharedFile, Way]]:
+    """Write an ONNX file that refers to files of a checkpoint; all other weights go into its data file.
+
+    Args:
+        model: The model: its external tensors in ``files`` stay there.
+        path: The file to write.
+        files: Files of weights. Each is linked into the folder of the model, or copied, if it is in
+            another one.
+        own: The files belong to the model: they were written for it.
+
+    Returns:
+        The files that the model refers to, and how each is in its folder.
+
+    Raises:
+        FileError: As for `write_model`; or another file has the name of a linked one.
+        ResultError: As for `write_model`.
+    """
+    ways: list[tuple[SharedFile, Way]] = []
+    plan = functools.partial(plan_shared, sources=files, own=own)
+    _write_model(model, Path(path), None, share_weights=True, checked=True, plan=plan, ways=ways)
+    return ways
 
 
 def write_for_tool(model: ir.Model, path: str | os.PathLike[str]) -> None:
@@ -153,9 +186,12 @@ def _write_model(
     *,
     share_weights: bool,
     checked: bool,
+    outside: Collection[int] = (),
+    plan: Callable[..., DataPlan] | None = None,
+    ways: list[tuple[SharedFile, Way]] | None = None,
 ) -> None:
     _check_request(model, target, external_data, share_weights=share_weights)
-    with _ONE_AT_A_TIME.lock:
+    with ONE_AT_A_TIME.lock:
         _check_holds_no_weights(target, model)
         try:
             copy = _copied(model)
@@ -166,12 +202,14 @@ def _write_model(
             target = real_path(target)
             choose = functools.partial(
                 plan_data, [slot for slot, _ in places], target, external_data,
-                lambda: own_files(target), most_inside=_LARGE_BYTES, share=share_weights,
+                lambda: own_files(target), most_inside=_LARGE_BYTES, share=share_weights, outside=outside,
             )  # fmt: skip
+            if plan is not None:
+                choose = functools.partial(plan, [slot for slot, _ in places], target)
             try:
-                moved = _write_files(copy, places, choose(), checked=checked)
+                moved = _write_files(copy, places, choose(), ways, checked=checked)
             except FileExistsError:  # another process created a file of that name meanwhile
-                moved = _write_files(copy, places, choose(serial=True), checked=checked)
+                moved = _write_files(copy, places, choose(serial=True), ways, checked=checked)
         except (FileError, ResultError):
             raise
         except Exception as error:  # after any error, the caller's files are unchanged
@@ -319,11 +357,17 @@ def _named_data(target: Path) -> set[Path]:
 
 
 def _write_files(
-    copy: ir.Model, places: list[tuple[Slot, Slot]], plan: DataPlan, *, checked: bool
+    copy: ir.Model,
+    places: list[tuple[Slot, Slot]],
+    plan: DataPlan,
+    ways: list[tuple[SharedFile, Way]] | None,
+    *,
+    checked: bool,
 ) -> list[tuple[Slot, DataTensor]]:
     """Write a copy of a model, which may be changed, and its new data file.
 
-    ``places``: the slots of the model, each with its counterpart in the copy. Returns the slots of
+    ``places``: the slots of the model, each with its counterpart in the copy. ``ways`` gets the
+    shared files, and how each is in the folder of the model. Returns the slots of
     the model with their tensors in the new data file, if a file that contained some of them was
     removed or replaced; empty otherwise.
     """
@@ -356,7 +400,14 @@ def _write_files(
             return files
 
         data = [Move(new_data, plan.data, plan.free, like=plan.target)] if moved else []
+        found: list[tuple[SharedFile, Way]] = []
+        for file in plan.linked:
+            way, moves = file.put_into(work.new)
+            found.append((file, way))
+            data += moves
         work.commit(in_safe_order(Move(new_file, plan.target), data), obsolete)
+        if ways is not None:
+            ways[:] = found
     if moved and plan.data.is_symlink():
         # The target of the link may be on another file system, where the data are a copy.
         moved[0][1].file.note()

@@ -103,11 +103,16 @@ def check_parent(target: Path) -> None:
 
 
 def files_of(source: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of a checkpoint or an adapter: all of its folder, or of its index, or the file itself."""
+    """Return the files of a checkpoint or an adapter: all of its folder, or of its index, or the file itself.
+
+    ONNX files in the folder, which refer to the checkpoint or were made of it, are none of them.
+    """
     path = Path(source)
     if path.name.endswith(".index.json"):
         path = path.parent
-    return sorted(path.glob("*")) if path.is_dir() else [path]
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.glob("*") if file.suffix.lower() not in _NAMES_OF_MODELS)
 
 
 def files_named_in(value: Any) -> Iterator[Path]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from htp_export.errors import InputError, nearest_names
+from htp_export.files.data_files import DataTensor
 from htp_export.format.parameters import Declared
 from htp_export.format.recipes import Recipe, operands_of, parameters_in
 from htp_export.model.tagged import TaggedModel
@@ -169,7 +170,10 @@ def converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol
 
 
 def _converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol:
-    return ir.Tensor(tensor.numpy().astype(kind.numpy()), dtype=kind, name=tensor.name)
+    array = tensor.numpy().astype(kind.numpy())
+    if isinstance(tensor, DataTensor):
+        tensor.release()
+    return ir.Tensor(array, dtype=kind, name=tensor.name)
 
 
 def _of_tied(origin_of: Mapping[str, str], needed: Needed, name: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import onnx_ir as ir
 from htp_export.discovery import providers
 from htp_export.errors import FileError, InputError
 from htp_export.files.checkpoint import Checkpoint, read_checkpoint
+from htp_export.files.data_files import DataFile, DataTensor
 from htp_export.weights.packed import PackedCheckpoint
 
 if TYPE_CHECKING:
@@ -95,18 +95,16 @@ def _of_packed(packed: PackedCheckpoint, name: str) -> ir.TensorProtocol:
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, ir.TensorProtocol]:
-    """Return the tensors of safetensors files, mapped into memory."""
-    from safetensors import safe_open
-
+    """Return the tensors of safetensors files, which stay in their files until they are used."""
+    opened: dict[Path, DataFile] = {}
+    for file, state in checkpoint.states.items():
+        opened[file] = DataFile(file, checkpoint.path, state=state)
     tensors: dict[str, ir.TensorProtocol] = {}
-    opened: dict[Path, Any] = {}
     for name, file in checkpoint.files.items():
-        if file not in opened:
-            opened[file] = safe_open(file, framework="pt")
-        kind = _kind(file, name, opened[file].get_slice(name).get_dtype())
-        read = functools.partial(_read, checkpoint, opened[file], name)
-        shape = ir.Shape(checkpoint.shapes[name])
-        tensors[name] = ir.LazyTensor(read, kind, shape, name=name)
+        stored = checkpoint.stored[name]
+        kind = _kind(file, name, stored.kind)
+        place = (file.name, stored.offset, stored.length, kind, checkpoint.shapes[name])
+        tensors[name] = DataTensor(*place, {"name": name}, opened[file], file.parent)
     return tensors
 
 
@@ -131,17 +129,3 @@ def _kind(file: Path, name: str, kind: str) -> ir.DataType:
     if kind not in _KINDS:
         raise FileError(file, f"tensor {name!r} has type {kind}; {', '.join(_KINDS)} are read")
     return _KINDS[kind]
-
-
-def _read(checkpoint: Checkpoint, opened: Any, name: str) -> ir.TensorProtocol:
-    from onnx_ir.tensor_adapters import TorchTensor
-    from safetensors import SafetensorError
-
-    checkpoint.check()
-    try:
-        tensor = opened.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise FileError(
-            checkpoint.files[name], f"tensor {name!r} cannot be read: {error}"
-        ) from error
-    return TorchTensor(tensor, name=name)

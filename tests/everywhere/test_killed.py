@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import htp_export
@@ -50,6 +51,12 @@ def test_files_are_old_or_new_or_known_to_be_torn(name, given, tmp_path):
         (tmp_path / "given" / "out.onnx").unlink()
     else:
         shutil.rmtree(tmp_path / "given" / "stages")
+    if name == "bind_shared":
+        (tmp_path / "given" / "tuned").mkdir()
+        save_file(net(1).state_dict(), tmp_path / "given" / "tuned" / "model.safetensors")
+    if name == "bind_data":  # with all weights in the data file
+        out = tmp_path / "given" / "out.onnx"
+        htp_export.bind(tmp_path / "given" / "old.onnx", net(0), out, in_place_data=True)
     found = run(name, tmp_path)
     assert not found["same"]
     assert found["changes"] > 10

@@ -116,6 +116,12 @@ FUNCTIONS: dict[str, Callable[[Path, Path], Any]] = {
     "bind": lambda given, out: htp_export.bind(
         given / "net.onnx", given / "weights.safetensors", out
     ),
+    "bind share_weights": lambda given, out: htp_export.bind(
+        given / "net.onnx", given / "weights.safetensors", out, share_weights=True
+    ),
+    "bind only": lambda given, out: htp_export.bind(
+        given / "net.onnx", given / "weights.safetensors", out, only="**"
+    ),
     "carry": lambda given, out: htp_export.carry(given / "net.onnx", given / "net.onnx", out),
     "embed_map": of_file(htp_export.embed_map),
     "extract": of_file(htp_export.extract, "0"),

@@ -37,7 +37,8 @@ def test_the_signature_is_that_of_torch_and_names():
 
     # gone since 2.11
     torchs = [parameter for parameter in shape(torch.onnx.export) if parameter[0] != "fallback"]
-    assert shape(htp_export.export) == [*torchs, ("names", inspect.Parameter.KEYWORD_ONLY, None)]
+    own = [(name, inspect.Parameter.KEYWORD_ONLY, None) for name in ("names", "weights")]
+    assert shape(htp_export.export) == [*torchs, *own]
 
 
 # --- the same graph ---------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -11,7 +11,14 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.capabilities.bind.data_alone import DataAlone
 from htp_export.capabilities.bind.engine_maps import shared_initializers, updatable_tensors
+from htp_export.capabilities.bind.entries_as_they_are import (
+    as_they_are,
+    check_referring,
+    write_referring,
+)
+from htp_export.capabilities.bind.parts import Parts, Selector
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target, files_of
@@ -60,19 +67,21 @@ _MOST_NAMED = 3
 
 
 class LazyArrays(Mapping[str, Array]):
-    """Initializer → its new array, computed on each access."""
+    """Initializer → its new array, computed on each access, or read from the file that was written."""
 
-    def __init__(self, tensors: Mapping[str, ir.TensorProtocol]) -> None:
-        self._tensors = tensors
+    def __init__(self, values: Iterable[ir.Value]) -> None:
+        self._values = {str(value.name): value for value in values}
 
     def __getitem__(self, name: str) -> Array:
-        return np.asarray(self._tensors[name].numpy())
+        tensor = self._values[name].const_value
+        assert tensor is not None
+        return np.asarray(tensor.numpy())
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._values)
 
     def __deepcopy__(self, _memo: dict[int, object]) -> LazyArrays:
         """Return the mapping itself: it is read-only, and computes a new array on each access."""
@@ -195,6 +204,9 @@ def bind(
     strict: bool = True,
     cast: bool = True,
     check: tuple[Any, ...] | None = None,
+    in_place_data: bool = False,
+    share_weights: bool = False,
+    only: Selector | None = None,
 ) -> Bound:
     """Load the weights of another checkpoint of the same model into an exported file.
 
@@ -219,13 +231,22 @@ def bind(
         cast: Convert entries of another floating-point type, as ``load_state_dict`` does.
         check: Example inputs: run the module ``weights`` on them, and compare every module of the
             file with it, as `htp_export.verify` does.
+        in_place_data: Replace the data file of ``model`` alone: its ONNX file stays byte for byte as
+            it is, so that engines that were compiled for it are found again. With ``output``, write
+            a file that has all tensors for this in its data file, also small ones.
+        share_weights: Write a file without these weights: tensors that are entries as they are refer
+            to the safetensors files, which are linked into the folder of ``output``, or copied; all
+            others are in its data file.
+        only: Selector of modules: write their weights alone, into a data file beside ``output``.
+            ``output`` is written by the run after which the weights of all modules are there.
 
     Returns:
         The model with the new weights, and the entries that could not be bound.
 
     Raises:
         InputError: With ``strict``, an entry is missing, has another shape, or cannot be bound; no
-            entry has a name that fits; or ``check`` finds a module that differs.
+            entry has a name that fits; ``check`` finds a module that differs; or with
+            ``in_place_data``, a tensor within the ONNX file would have other values.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -241,7 +262,9 @@ def bind(
         >>> bool((bound.arrays["0.bias"] == tuned["0.bias"].half().numpy()).all())
         True
     """
-    check_target(output, reads=_files_read(weights, adapters))
+    alone = DataAlone.of(model, output) if in_place_data else None
+    if alone is None:
+        check_target(output, reads=_files_read(weights, adapters))
     if check is not None and not hasattr(weights, "forward"):
         raise InputError("check runs the module that has the weights: give an nn.Module as weights")
     # Functions stay: they contain no stored tensors.
@@ -251,7 +274,10 @@ def bind(
     tagged.require_exact_tags()
     external = has_external_data(tagged.model)
     needed = Needed.of(tagged)
-    fitted = fit(read_entries(weights), needed, cast=cast)
+    entries = read_entries(weights)
+    if share_weights:
+        check_referring(output, entries.tensors, in_place_data=in_place_data)
+    fitted = fit(entries, needed, cast=cast)
     adapted: tuple[str, ...] = ()
     if adapters:
         from htp_export.capabilities.bind.adapters import with_adapters
@@ -262,6 +288,13 @@ def bind(
     tensors, unbound = _made(tagged, needed, fitted)
     if strict:
         _refuse(fitted, unbound)
+    if only is not None and (in_place_data or share_weights or adapters or check is not None):
+        raise InputError(
+            "only writes a part of the weights: leave in_place_data, share_weights, adapters and check out"
+        )
+    if external or share_weights or only is not None:
+        tensors = as_they_are(tensors, needed.recipes, fitted.tensors)
+    old = {value: value.const_value for value in tensors}
     for value, tensor in tensors.items():
         value.const_value = tensor
     tagged.refresh()
@@ -273,8 +306,18 @@ def bind(
     )
     if check is not None:
         _check(weights, check, tagged)
-    if output is not None:
-        write_model(tagged.model, output, True if external else None)
+    if alone is not None:
+        alone.write(tensors, old)
+    elif only is not None:
+        parts = Parts.of(model, output, needed, tensors, entries.tensors)
+        note = parts.write(only, tagged)
+        bound = replace(bound, notes=(*bound.notes, note))
+    elif share_weights and output is not None:
+        notes = write_referring(tagged.model, Path(output), tensors.values())
+        bound = replace(bound, notes=(*bound.notes, *notes))
+    elif output is not None:
+        outside = tensors.values() if in_place_data else ()
+        write_model(tagged.model, output, True if external or outside else None, outside=outside)
     return bound
 
 
@@ -346,7 +389,7 @@ def _result(
         fitted.unexpected,
         unbound,
         tuple(notes),
-        LazyArrays({str(value.name): tensor for value, tensor in tensors.items()}),
+        LazyArrays(tensors),
         {str(value.name): needed.recipes[value] for value in tensors},
         model=tagged.model,
     )

@@ -182,6 +182,7 @@ class FileExports:
     count: int  # of files
     _idle: set[str] = field(default_factory=lambda: {"--decompose-attention", "--keep-attention"})
     _records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _notes: list[str] = field(default_factory=list)
     _failures: list[str] = field(default_factory=list)
 
     def write(self, name: str, call: SourceCall, output: Path) -> None:
@@ -194,6 +195,7 @@ class FileExports:
         from htp_export.files.external_writers import readable
         from htp_export.model.tagged import load
 
+        self._notes.clear()
         with readable(output) as file:
             with self.steps.step("exporting"):
                 untagged, beside = self._export(call, file)
@@ -204,6 +206,8 @@ class FileExports:
             facts = self._facts(tagged, call)
             if untagged is not None:
                 facts["untagged"] = untagged
+            if self._notes:
+                facts["notes"] = list(self._notes)
             files = written_files(output)
             for path in map(output.with_name, beside):
                 files[str(path)] = path.stat().st_size
@@ -214,6 +218,8 @@ class FileExports:
                 show(render(tree))
                 show_written(files)
                 show(_facts_text(facts))
+                for note in self._notes:
+                    show(note)
             agrees = not self.verify or self._verified(name, call, file)
         if self._shown and agrees:
             show_next("htp-export", "view", output)
@@ -257,6 +263,7 @@ class FileExports:
                 if not reasons:
                     self._finish_tagged(target)
                     self._pack(call, target)
+                    self._refer(target)
                 beside = self.deploy.write_beside(self.model, call, target, program, output)
             return reasons[0] if reasons else None, beside
 
@@ -271,6 +278,23 @@ class FileExports:
             from htp_export.alignment.origin_map import embed_map
 
             embed_map(target, target)
+
+    def _refer(self, target: Path) -> None:
+        """Replace the weights of a file by references to a checkpoint."""
+        if self.graph.weights is None:
+            return
+        from htp_export.discovery import provider
+        from htp_export.files.model_files import own_files
+
+        folder = target.parent / "referring"
+        folder.mkdir()
+        write = provider("weights_of_checkpoint").write
+        self._notes += write(target, self.graph.weights, folder / target.name)
+        for data in own_files(target):
+            data.unlink()
+        for file in folder.iterdir():
+            file.replace(target.with_name(file.name))
+        folder.rmdir()
 
     def _pack(self, call: SourceCall, target: Path) -> None:
         """Replace dequantized weights by the packed weights of a quantized checkpoint."""

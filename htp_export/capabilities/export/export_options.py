@@ -54,6 +54,10 @@ class GraphOptions:
     stream_weights: Annotated[
         bool, "Copy weights from safetensors files without holding them in memory."
     ] = False
+    weights: Annotated[
+        Path | None,
+        "A checkpoint in safetensors files: the file refers to it in place of weights of its own.",
+    ] = None
     with_map: MapOption = False
     allow_untagged: Annotated[
         bool, "Write torch's own file, with a warning, where tagging fails."
@@ -80,6 +84,13 @@ class GraphOptions:
             raise InputError(
                 "--stream-weights: the TorchScript exporter holds all weights in memory; leave --torchscript"
             )
+
+        if self.weights is not None and not self.external_data:
+            raise InputError("--weights: they stay in their files; leave --no-external-data away")
+        if self.weights is not None:
+            from htp_export.discovery import provider
+
+            provider("weights_of_checkpoint").check(self.weights)
 
     @property
     def wanted_opset(self) -> int | None:

@@ -1,0 +1,88 @@
+"""``in_place_data``: new weights in the data file of a model, whose ONNX file stays byte for byte as it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from htp_export.errors import FileError, InputError
+from htp_export.files.data_files import DataTensor
+from htp_export.files.data_replacement import Replacement, replace_data
+from htp_export.files.filesystem import Identity
+from htp_export.files.write_file import clear_killed, real_path
+from htp_export.model.tagged import ModelSource
+
+_MOST_NAMED = 3
+"""Tensors that a message names."""
+
+
+@dataclass(frozen=True)
+class DataAlone:
+    """A model file whose data file is replaced, with the identity of the file before it was read."""
+
+    file: Path
+    state: Identity | None
+
+    @classmethod
+    def of(cls, model: ModelSource, output: str | os.PathLike[str] | None) -> DataAlone | None:
+        """Return the file of a model; None if another output is written.
+
+        Raises:
+            InputError: The model is no file, and there is no output.
+        """
+        if not isinstance(model, str | os.PathLike):
+            if output is not None:
+                return None
+            raise InputError("in_place_data replaces the data of a file: give the path of a model")
+        file = Path(model)
+        if output is not None and Path(output).absolute() != file.absolute():
+            return None
+        try:
+            real = real_path(file)
+            clear_killed(real.parent)  # completes a replacement before the data are read
+            return cls(file, Identity.at(real))
+        except OSError as error:
+            raise FileError.unreadable(file, error) from error
+
+    def write(
+        self,
+        tensors: Mapping[ir.Value, ir.TensorProtocol],
+        old: Mapping[ir.Value, ir.TensorProtocol | None],
+    ) -> None:
+        """Replace tensors in the data file; the values then have the tensors of the new file.
+
+        Args:
+            tensors: Initializer → its new contents.
+            old: Initializer → its tensor in the file.
+
+        Raises:
+            InputError: A tensor within the ONNX file would change.
+            FileError: The data file cannot be replaced.
+        """
+        replacements: dict[ir.Value, Replacement] = {}
+        inside: list[str] = []
+        for value, new in tensors.items():
+            before = old[value]
+            if isinstance(before, DataTensor):
+                replacements[value] = Replacement(before, new)
+            elif before is not None and before.tobytes() != new.tobytes():
+                inside.append(f"{value.name!r} ({before.nbytes:,} bytes)")
+        if inside:
+            raise InputError(self._why_not(inside))
+        if not replacements:
+            return
+        placed = replace_data(self.file, self.state, list(replacements.values()))
+        for value, tensor in zip(replacements, placed, strict=True):
+            value.const_value = tensor
+
+    def _why_not(self, inside: list[str]) -> str:
+        more = f" and {len(inside) - _MOST_NAMED} more" * (len(inside) > _MOST_NAMED)
+        return (
+            f"{self.file} would change, and in_place_data replaces its data file alone: it contains "
+            f"{', '.join(inside[:_MOST_NAMED])}{more}; with an output, in_place_data writes a file that has "
+            "all of them in its data file"
+        )
