@@ -1,9 +1,10 @@
-"""The difference of two states of a graph: which nodes replace which, if a pass records nothing.
+"""The difference of two states of a graph: which nodes replace which.
 
-A node that remains computes the same as before. If it reads another value than before, the two
-values are equal, and so are values with the same name. Between these pairs are the removed nodes,
-and the nodes that replace them. A node that is read in place of an equal one replaces that one,
-too. Nothing replaces a removed node that returned its input.
+A value that the pass recorded to replace another one does so. Without a record, states are
+compared: a node that remains computes the same as before. If it reads another value than before,
+the two values are equal, and so are values with the same name. Between these pairs are the removed
+nodes, and the nodes that replace them. A node that is read in place of an equal one replaces that
+one, too. Nothing replaces a removed node that returned its input.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Snapshot:
             "outputs": [value.name for value in model.graph.outputs],
         }
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
-        # value → the value that was recorded to replace it, up to this time
+        # read or computed value → the value that was recorded to replace it, up to this time
         self.replaced: dict[ir.Value, ir.Value] = {}
         self._add(model.graph, model.opset_imports)
         for function in model.functions.values():
@@ -107,16 +108,17 @@ class Snapshot:
                 )
         for node, seen in self.nodes.items():
             for value in seen.inputs:
-                if value is not None and not self._is_available(value):
+                if value is not None and not self.is_available(value):
                     raise HtpExportError(
                         f"{node.op_type} {node.name!r} reads {value.name!r}, which has no producer"
                     )
         for results in self.results.values():
             for value in results:
-                if not self._is_available(value):
+                if not self.is_available(value):
                     raise HtpExportError(f"the output {value.name!r} has no producer")
 
-    def _is_available(self, value: ir.Value) -> bool:
+    def is_available(self, value: ir.Value) -> bool:
+        """Whether a value is computed, stored, or an input."""
         return value in self.makers or value.is_graph_input() or value.is_initializer()
 
     def _add(
@@ -130,9 +132,9 @@ class Snapshot:
                 self._holders[node] = holder
             for value in node.outputs:
                 self.makers[value], self.names[value] = node, value.name
-            for read in node.inputs:
-                if read is not None and (replacement := replacement_of(read)) is not None:
-                    self.replaced[read] = replacement
+            for value in (*node.inputs, *node.outputs):
+                if value is not None and (replacement := replacement_of(value)) is not None:
+                    self.replaced[value] = replacement
             for body in subgraphs(node):
                 self._add(body, versions, node)
 
@@ -193,7 +195,8 @@ class PassDifference:
                     )
 
     def _pair(self, changed: Collection[ir.Node]) -> None:
-        """Pair old values with the values that replace them, by consumers and by names."""
+        """Pair old values with the values that replace them: by records, consumers, and names."""
+        recorded = self._recorded()
         for node, seen in self.before.nodes.items():
             if node in self.after.nodes and node not in changed:
                 self._pair_slots(seen.inputs, self.after.nodes[node].inputs)
@@ -202,9 +205,22 @@ class PassDifference:
         for node in changed:  # changed in place; it may produce the same result
             for value in self.before.nodes[node].outputs:
                 self.equal[value] = value
+        self.equal.update(recorded)
         self._pair_names()
         self._pair_by_node_names()
         self._pair_chains()
+
+    def _recorded(self) -> dict[ir.Value, ir.Value]:
+        """The pairs that the pass recorded: old value → the last one that replaces it."""
+        pairs: dict[ir.Value, ir.Value] = {}
+        for value in self.before.makers:
+            recorded = replacement_of(value)
+            if recorded is None or recorded is self.before.replaced.get(value):
+                continue
+            last = last_replacement_of(recorded)
+            if last is not value and self.after.is_available(last):
+                pairs[value] = last
+        return pairs
 
     def _pair_names(self) -> None:
         """Pair outputs of removed nodes with outputs of new nodes of the same name."""
