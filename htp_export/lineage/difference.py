@@ -1,10 +1,13 @@
 """The difference of two states of a graph: which nodes replace which.
 
-A value that the pass recorded to replace another one does so. Without a record, states are
-compared: a node that remains computes the same as before. If it reads another value than before,
-the two values are equal, and so are values with the same name. Between these pairs are the removed
-nodes, and the nodes that replace them. A node that is read in place of an equal one replaces that
-one, too. Nothing replaces a removed node that returned its input.
+A node that remains computes the same as before. If it reads another value than before, the two
+values are equal, and so are values with the same name. The value that replaces another one is the
+recorded one, if the pass recorded it. Between these pairs are the removed nodes, and the nodes that
+replace them. A node that is read in place of an equal one replaces that one, too. Nothing replaces
+a removed node that returned its input.
+
+A record alone makes no pair: a value that was replaced on the way to a constant has no consumer
+left whose work the replacement could do.
 """
 
 from __future__ import annotations
@@ -195,8 +198,7 @@ class PassDifference:
                     )
 
     def _pair(self, changed: Collection[ir.Node]) -> None:
-        """Pair old values with the values that replace them: by records, consumers, and names."""
-        recorded = self._recorded()
+        """Pair old values with the values that replace them: by consumers, names and records."""
         for node, seen in self.before.nodes.items():
             if node in self.after.nodes and node not in changed:
                 self._pair_slots(seen.inputs, self.after.nodes[node].inputs)
@@ -205,11 +207,15 @@ class PassDifference:
         for node in changed:  # changed in place; it may produce the same result
             for value in self.before.nodes[node].outputs:
                 self.equal[value] = value
-        self.equal.update(recorded)
         self._pair_names()
         self._pair_by_node_names()
         self._pair_chains()
 
+    def _pair_values(self, old: ir.Value, new: ir.Value) -> None:
+        """Pair an old value with the one that was recorded to replace it, or else with ``new``."""
+        self.equal[old] = self._recorded.get(old, new)
+
+    @cached_property
     def _recorded(self) -> dict[ir.Value, ir.Value]:
         """The pairs that the pass recorded: old value → the last one that replaces it."""
         pairs: dict[ir.Value, ir.Value] = {}
@@ -232,8 +238,9 @@ class PassDifference:
                     removed[name] = value
         for node in self.added:
             for value in self.after.nodes[node].outputs:
-                if value.name in removed:
-                    self.equal.setdefault(removed[value.name], value)
+                old = removed.get(value.name or "")
+                if old is not None and old not in self.equal:
+                    self._pair_values(old, value)
 
     def _pair_chains(self) -> None:
         """Pair outputs of removed nodes with remaining values, if equal nodes read equal values.
@@ -252,7 +259,8 @@ class PassDifference:
             seen, twin = self.before.nodes[gone], self.after.nodes[remaining]
             if seen.operator == twin.operator and self.same(gone, remaining):
                 for old, new in zip(seen.outputs, twin.outputs, strict=False):
-                    self.equal.setdefault(old, new)
+                    if old not in self.equal:
+                        self._pair_values(old, new)
 
     def _pair_by_node_names(self) -> None:
         """Pair outputs of a removed node and a new one with the same name and operator.
@@ -271,14 +279,14 @@ class PassDifference:
             outputs = self.before.nodes[gone].outputs, self.after.nodes[node].outputs
             for was, now in zip(*outputs, strict=False):
                 if was not in self.equal and now.uses():
-                    self.equal[was] = now
+                    self._pair_values(was, now)
 
     def _pair_slots(self, old: _Slots, new: _Slots) -> None:
         if old == new:
             return
         for was, now in zip(old, new, strict=False):
             if was is not now and was is not None and now is not None:
-                self.equal[was] = now
+                self._pair_values(was, now)
 
     def neighbours_of(self, nodes: Iterable[ir.Node]) -> dict[ir.Node, None]:
         """The consumers and producers of some nodes, and the nodes whose subgraphs contain them."""
