@@ -288,8 +288,9 @@ def _record_results(part: Submodel, new_nodes: Sequence[ir.Node]) -> None:
                 record_replacement(old, new)
     for node in new_nodes:
         for value in node.outputs:
-            if value.name in part.results:
-                record_replacement(part.results[value.name], value)
+            replaced = part.results.get(value.name or "")
+            if replaced is not None:
+                record_replacement(replaced, value)
 
 
 def _move_weights(

@@ -135,9 +135,9 @@ class Snapshot:
                 self._holders[node] = holder
             for value in node.outputs:
                 self.makers[value], self.names[value] = node, value.name
-            for value in (*node.inputs, *node.outputs):
-                if value is not None and (replacement := replacement_of(value)) is not None:
-                    self.replaced[value] = replacement
+            for known in (*node.inputs, *node.outputs):
+                if known is not None and (replacement := replacement_of(known)) is not None:
+                    self.replaced[known] = replacement
             for body in subgraphs(node):
                 self._add(body, versions, node)
 

@@ -43,7 +43,6 @@ NESTED: set[str] = {
     "model/boundaries.py",
     "model/recipes.py",
     "model/regions.py",
-    "model/tensor_names.py",
     "reporting/columns.py",
     "reporting/result.py",
 }
