@@ -135,8 +135,10 @@ class Snapshot:
                 self._holders[node] = holder
             for value in node.outputs:
                 self.makers[value], self.names[value] = node, value.name
-            for known in (*node.inputs, *node.outputs):
-                if known is not None and (replacement := replacement_of(known)) is not None:
+            stored = (read for read in node.inputs if read is not None and not read.producer())
+            for known in (*node.outputs, *stored):  # other inputs are outputs of nodes
+                replacement = replacement_of(known)
+                if replacement is not None:
                     self.replaced[known] = replacement
             for body in subgraphs(node):
                 self._add(body, versions, node)
