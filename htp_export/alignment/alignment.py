@@ -375,7 +375,7 @@ class Alignment:
             maker = self.before.maker[at]
             old = self.before.nodes[maker]
             read = self.before.live_inputs(old) if maker != NOTHING else []
-            if len(read) != 1 or moves(old.op):
+            if len(read) != 1:
                 return
             weights -= {self.numbers.number[each] for each in old.inputs}
             at = read[0]
