@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING
 from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode
 from htp_export.alignment.numbering import FLOATS, Numbering, is_copy
 from htp_export.format.tags import Reason
-from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, moves, resembles
+from htp_export.shapes.operator_kinds import (
+    COMMUTATIVE,
+    IN_PLACE,
+    RESHAPING,
+    base_op,
+    moves,
+    resembles,
+)
 
 if TYPE_CHECKING:
     from htp_export.alignment.weight_similarity import NumericMatch
@@ -34,6 +41,9 @@ _LOOK_BACK = 40
 _MOST_FOLLOWERS = 4
 """Nodes after a product that one fused node may include: bias, residual, scale and activation."""
 
+
+_UNTRANSPOSED = frozenset(("", "transB=1"))
+"""Attributes of products with a weight that read their first input as it is."""
 
 _REDUCTIONS = frozenset(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"))
 """Over dimensions of size 1, these operators return their input in another shape."""
@@ -81,6 +91,8 @@ class Alignment:
         # for a concatenation of original values: these values, its counterpart first
         self.parts: dict[int, tuple[int, ...]] = {}
         self.matched = set[int]()  # the numbers of all counterparts
+        # values with the elements of their counterparts in the same order, maybe in another shape
+        self._in_order = set[int]()
         self._final = set[int]()  # values whose counterparts do not change any more
         self._node_names = {
             node.name: index for index, node in enumerate(before.nodes) if node.name
@@ -340,6 +352,40 @@ class Alignment:
         elif old.op == node.op:
             for mine, theirs in self._input_pairs(node, old):
                 self._match_input(node, mine, theirs, same, exact)
+        else:
+            self._match_input_of_chain(node, matched[0])
+
+    def _match_input_of_chain(self, node: SummaryNode, made: int) -> None:
+        """Match the input of a node that replaces several nodes in a row, by its weights.
+
+        A Gemm reads the tensor that the MatMul with its weight read.
+        """
+        live = self.after.live_inputs(node)
+        weights = {
+            self.counterpart[value]
+            for value in node.inputs
+            if value != NOTHING and not self.after.live[value]
+        }
+        if len(live) != 1 or not weights or NOTHING in weights:
+            return
+        [value], at = live, self.origin(made)
+        if self.counterpart[value] != NOTHING:
+            return
+        for _ in range(_MOST_FOLLOWERS):
+            maker = self.before.maker[at]
+            old = self.before.nodes[maker]
+            read = self.before.live_inputs(old) if maker != NOTHING else []
+            if len(read) != 1:
+                return
+            weights -= {self.numbers.number[each] for each in old.inputs}
+            at = read[0]
+            if weights:
+                continue
+            if resembles(node.op, old.op):
+                self.match(value, self.numbers.number[at], False)
+                if made in self._in_order and node.attributes in _UNTRANSPOSED:
+                    self._in_order.add(value)
+            return
 
     def _have_equal_arguments(self, node: SummaryNode, old: SummaryNode) -> bool:
         """Whether two layout operators have equal constant arguments and no other data input."""
@@ -463,18 +509,52 @@ class Alignment:
         ``origin``: a fused node may have the name of the first node that it replaces.
         """
         value, in_place = node.inputs[0], base_op(node.op) in IN_PLACE
+        made = node.makes[0]
+        in_order = self.exact[made] or made in self._in_order
+        in_order = in_order and _keeps_order(node.op)
         while self.counterpart[value] == NOTHING or self._is_named_after_first(value, origin):
             maker = self.after.maker[value]
             if maker == NOTHING or not self.after.nodes[maker].inputs:
                 return
             op = self.after.nodes[maker].op
             if not moves(op):
-                number = self._computed(origin)
-                exact = in_place and number == self.numbers.number[origin]
-                self.match(value, number, exact and self.is_compatible(value, origin))
+                self._match_computed(value, origin, in_place, in_order)
                 return
             in_place = in_place and base_op(op) in IN_PLACE
+            in_order = in_order and _keeps_order(op)
             value = self.after.nodes[maker].inputs[0]
+
+    def _match_computed(self, value: int, origin: int, in_place: bool, in_order: bool) -> None:
+        """Match a computed tensor before layout operators.
+
+        Args:
+            value: The tensor.
+            origin: The original tensor after the layout operators.
+            in_place: Whether these keep the shape.
+            in_order: Whether these change only the shape.
+        """
+        same = self._same_shape(value, origin) if in_order else NOTHING
+        if same != NOTHING:
+            self.match(value, self.numbers.number[same], True)
+            return
+        number = self._computed(origin)
+        is_same = number == self.numbers.number[origin]
+        self.match(value, number, in_place and is_same and self.is_compatible(value, origin))
+        if in_order and is_same:
+            self._in_order.add(value)
+
+    def _same_shape(self, value: int, origin: int) -> int:
+        """The first original tensor of a value's shape that only reshaping turns into ``origin``."""
+        shape, found, at = self.after.shape(value)[0], NOTHING, origin
+        if shape is None or "?" in shape:
+            return NOTHING
+        while True:
+            if self.before.shape(at)[0] == shape and self.is_compatible(value, at):
+                found = at
+            maker = self.before.maker[at]
+            if maker == NOTHING or not _keeps_order(self.before.nodes[maker].op):
+                return found
+            at = self.before.nodes[maker].inputs[0]
 
     def _is_named_after_first(self, value: int, origin: int) -> bool:
         """Whether a name is the only evidence, and nodes compute between match and ``origin``."""
@@ -493,3 +573,8 @@ class Alignment:
             value = node.inputs[0]
             maker = self.before.maker[value]
         return self.numbers.number[value]
+
+
+def _keeps_order(op: str) -> bool:
+    """Whether an operator returns the elements of its input in the same order."""
+    return base_op(op) in IN_PLACE or base_op(op) in RESHAPING

@@ -18,7 +18,7 @@ from htp_export.alignment.graph_summary import NOTHING, SummaryNode
 from htp_export.alignment.numbering import is_copy
 from htp_export.format.tags import Reason
 from htp_export.model.neighbours import reached
-from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
+from htp_export.shapes.operator_kinds import LAYOUT, RESHAPING, base_op, moves, resembles
 
 _MOST_REPEATED = 40
 """Original nodes that one node may compute a second time: tools repeat only short chains."""
@@ -241,18 +241,33 @@ class _Division:
     def _without_layout_operators(
         self, node: SummaryNode, part: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Remove layout operators if another original node equals the node.
+        """Remove layout operators if another original node equals the node, or is a part of it.
 
-        A tool removed these layout operators, or moved them elsewhere.
+        A tool removed these layout operators, or moved them elsewhere. A node that is composed of
+        others may transpose, and does not reshape.
         """
-        if len(part) < 2 or not any(self._is_same_operation(node, n) for n in part):
+        removed = frozenset[str]()
+        if any(self._is_same_operation(node, n) for n in part):
+            removed = LAYOUT
+        elif any(self._is_composed_of(node, n) for n in part):
+            removed = RESHAPING
+        if len(part) < 2 or not removed:
             return part
         kept = []
         for n in part:
             op = self.before.nodes[n].op
-            if base_op(op) not in LAYOUT or op == node.op:
+            if base_op(op) not in removed or op == node.op:
                 kept.append(n)
         return tuple(kept)
+
+    def _is_composed_of(self, node: SummaryNode, original: int) -> bool:
+        """Whether an operator of ONNX does the work of an original one among others, as a Gemm.
+
+        Such an operator reshapes nothing.
+        """
+        op = self.before.nodes[original].op
+        is_standard = "::" not in node.op and not moves(node.op)
+        return is_standard and op != node.op and not moves(op) and resembles(node.op, op)
 
     def _is_same_operation(self, node: SummaryNode, original: int) -> bool:
         old = self.before.nodes[original]

@@ -9,10 +9,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass
 
+from htp_export.editing.edit import Edit
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls, renumbered
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.model_metadata import lora_of_inputs, write_lora, write_model_metadata
+from htp_export.format.model_metadata import lora_of_inputs, write_lora
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
 from htp_export.lineage.owner_rule import Owned
@@ -26,54 +27,45 @@ _FIRST_SHAPE_WITH_RANGE = 15  # opset in which Shape got its attributes start an
 
 def cut_model(tagged: TaggedModel, part: Cut) -> ir.Model:
     """Return a separate model of a cut; it shares only the tensors of weights with the whole."""
-    graph, renamed = cut_graph(tagged, part)
-    model = model_around(tagged, graph)
     calls = _Calls(tagged, part)
-    narrow_owners(tagged, model, calls.owners, calls.number, part.path, calls.tree)
-    signatures = _signatures(tagged, calls.numbers, renamed)
-    write_part_metadata(
-        tagged, model, calls.hierarchy, calls.tree, signatures, calls.modules.__contains__
-    )
-    return model
+    edit, renamed = edit_of_cut(tagged, part)
+    with edit:
+        narrow_owners(edit, tagged, calls.owners, calls.number, part.path, calls.tree)
+        edit.signatures = _signatures(tagged, calls.numbers, renamed)
+        describe_part(edit, tagged, calls.hierarchy, calls.tree, calls.modules.__contains__)
+    return edit.tagged.model
 
 
-def write_part_metadata(
+def describe_part(
+    edit: Edit,
     tagged: TaggedModel,
-    model: ir.Model,
     hierarchy: Hierarchy,
     calls: CallTree,
-    signatures: Mapping[str, Sequence[Signature]],
     inside: Callable[[str], bool],
 ) -> None:
-    """Write the metadata of a part of a model, as far as the whole has it.
+    """Describe the modules of a part of a model, as far as the whole does.
 
     Args:
+        edit: The part.
         tagged: The whole.
-        model: The part.
         hierarchy: The modules of the part.
         calls: Their calls.
-        signatures: Their inputs and outputs.
         inside: Whether the parameters of a module belong to the part.
     """
-    parameters = tagged.parameters
-    if parameters is not None:
-        parameters = {path: of for path, of in parameters.items() if inside(path)}
-    write_model_metadata(
-        model.metadata_props,
-        hierarchy,
-        calls=calls if tags.CALLERS in tagged.model.metadata_props else None,
-        signatures=signatures,
-        parameters=parameters,
-    )
-    inputs = {str(value.name) for value in model.graph.inputs}
-    write_lora(model.metadata_props, lora_of_inputs(tagged.model.metadata_props, inputs))
+    metadata = tagged.model.metadata_props
+    edit.set_modules(hierarchy, calls if tags.CALLERS in metadata else None)
+    if tagged.parameters is not None:
+        edit.set_parameters({path: of for path, of in tagged.parameters.items() if inside(path)})
+    inputs = {str(value.name) for value in edit.graph.inputs}
+    write_lora(edit.tagged.model.metadata_props, lora_of_inputs(metadata, inputs))
 
 
-def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]:
-    """Return the graph of a cut, and its renamed tensors: name in the whole → name in the cut.
+def edit_of_cut(tagged: TaggedModel, part: Cut) -> tuple[Edit, dict[str, str]]:
+    """Begin a model of a cut, and return its renamed tensors: name in the whole → name in the cut.
 
-    See `Cut.inputs` and `output_name`. Inputs with a default value, such as the factors of
-    `lora.insert`, stay inputs with it.
+    Nodes have the owners, and the model has the modules, of the whole. It shares only the tensors
+    of weights with it. See `Cut.inputs` and `output_name`. Inputs with a default value, such as the
+    factors of `lora.insert`, stay inputs with it.
     """
     model = tagged.model
     view = ir.GraphView(
@@ -96,16 +88,18 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
         known = tagged.typed.get(str(value.name))
         if known is not None:
             value.type, value.shape = value.type or known.type, value.shape or known.shape
-    _compute_sizes(graph, part)
+    edit = Edit(TaggedModel(_model_around(tagged, graph), tagged.hierarchy, tagged.source))
+    _compute_sizes(edit, part)
+    owned = Owned((part.path,), Reason.FLOW)
     for place, value in enumerate(graph.outputs):
         if value.producer() is None:  # a returned input, or an initializer
-            graph.outputs[place] = own_output(graph, value, Owned((part.path,), Reason.FLOW))
+            graph.outputs[place] = own_output(edit, graph, value, owned)
     renamed = _name_inputs(graph, list(part.inputs))
     graph.inputs.extend(optional)
-    return graph, renamed
+    return edit, renamed
 
 
-def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
+def _model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
     """Return a model of a cut's graph, with the functions that it calls and the same versions."""
     source = tagged.model
     # A part of a graph that is not an ONNX model is none either, and keeps the mark of that.
@@ -130,25 +124,26 @@ def output_name(value: ir.Value) -> str:
     return str(value.name) if value.producer() is not None else f"{value.name}.returned"
 
 
-def own_output(graph: ir.Graph, value: ir.Value, owned: Owned) -> ir.Value:
+def own_output(edit: Edit, graph: ir.Graph, value: ir.Value, owned: Owned) -> ir.Value:
     """Add a node of one module that returns an input or initializer as a tensor of its own."""
     node = ir.node("Identity", [value])
-    owned.write(node.metadata_props, owned.paths)
+    edit.set_owners(node, owned)
     new = node.outputs[0]
     new.name, new.type, new.shape = output_name(value), value.type, value.shape
     graph.append(node)
     return new
 
 
-def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
+def _compute_sizes(edit: Edit, part: Cut) -> None:
     """Replace the inputs of a cut that are sizes by nodes that compute them from the other inputs."""
+    graph = edit.graph
     counterparts = dict(zip((*part.inputs.values(), *part.sizes), graph.inputs, strict=True))
     nodes, computed = _size_nodes(graph, part, counterparts)
     for value in part.sizes:
         counterparts[value].replace_all_uses_with(computed[value], replace_graph_outputs=True)
     graph.inputs[len(part.inputs) :] = []
     for node in nodes:
-        Owned((part.path,), Reason.FLOW).write(node.metadata_props, {part.path})
+        edit.set_owners(node, Owned((part.path,), Reason.FLOW))
     if nodes:
         first = next(iter(graph), None)
         graph.insert_before(first, nodes) if first is not None else graph.extend(nodes)
@@ -324,8 +319,8 @@ class _Calls:
 
 
 def narrow_owners(
+    edit: Edit,
     tagged: TaggedModel,
-    model: ir.Model,
     inside: Callable[[NodeCalls], Iterable[str]],
     number: Callable[[Instance], Instance | None],
     otherwise: str,
@@ -334,21 +329,22 @@ def narrow_owners(
     """Remove owners outside the part from the tags of its nodes.
 
     Args:
+        edit: The part.
         tagged: The whole.
-        model: The part; changed in place.
         inside: Returns the owners of a node that are in the part.
         number: Returns the call in the part of a call in the whole.
         otherwise: The owner of nodes without an owner in the part.
         calls: The calls of the part's modules.
     """
-    called = tagged.hierarchy.called
-    for node in all_nodes(model):
-        metadata, work = node.metadata_props, tagged.work_of(node)
+    for node in all_nodes(edit.tagged.model):
+        work = tagged.work_of(node)
         owners = tuple(inside(work)) or (otherwise,)
         calls_now = calls.encode_calls(owners, renumbered(tagged.calls, work, number))
         if owners != work.owners:
-            Owned(owners, metadata.get(tags.REASON, Reason.FLOW), calls_now).write(metadata, called)
-        tags.write_calls(metadata, calls_now)
+            reason = node.metadata_props.get(tags.REASON, Reason.FLOW)
+            edit.set_owners(node, Owned(owners, reason, calls_now))
+        else:
+            edit.set_calls(node, calls_now)
 
 
 def _signatures(

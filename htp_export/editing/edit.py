@@ -1,13 +1,15 @@
 """An edit of a tagged model: owners are set when nodes are created, modules described at the end.
 
 Code that changes a graph knows the module call of each new node. It tells an `Edit` when it creates
-the node, so that nothing is inferred afterwards. The edit also has the signatures and the module
-tree, and writes both into the model's metadata when it ends.
+the node, so that nothing is inferred afterwards. The edit also has the module tree, signatures,
+calls and parameters, and writes them into the model's metadata when it ends. Capabilities write
+neither tags of nodes nor this metadata themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,10 +18,11 @@ import onnx_ir as ir
 from htp_export.editing.editing import replace_uses
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
-from htp_export.format.call_tree import Instance
+from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.model_metadata import read_contamination, write_model_metadata
+from htp_export.format.parameters import ModuleParameters
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
 from htp_export.lineage.difference import PassDifference, Snapshot
@@ -46,7 +49,6 @@ class Edit:
     Attributes:
         tagged: The model.
         graph: Its main graph.
-        names: The names in use.
         signatures: Module path → the signatures to write; changed in place.
         changes: The steps so far, in order.
 
@@ -65,15 +67,20 @@ class Edit:
     """
 
     def __init__(self, tagged: TaggedModel) -> None:
-        self.tagged, self.graph, self.names = tagged, tagged.model.graph, Names(tagged.model)
+        self.tagged, self.graph = tagged, tagged.model.graph
         self.signatures: dict[str, list[Signature]] = {
             path: list(calls) for path, calls in tagged.signatures.items()
         }
         self.changes: list[Change] = []
         self._hierarchy = tagged.hierarchy
+        self._calls: CallTree | None = None
+        self._parameters: Mapping[str, ModuleParameters] | None = None
+        self._contamination = read_contamination(tagged.model.metadata_props)
         self._untagged = set(_untagged(tagged.model))
         self._checked = Snapshot(tagged.model) if changes_are_checked() else None
-        self._before = {path: tuple(calls) for path, calls in self.signatures.items()}
+        self._before = self._description()
+        # A file without signatures gets none for a few modules.
+        self._has_signatures = bool(self.signatures)
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +93,11 @@ class Edit:
     ) -> None:
         if error is None:
             self.finish()
+
+    @cached_property
+    def names(self) -> Names:
+        """The names in use."""
+        return Names(self.tagged.model)
 
     @property
     def hierarchy(self) -> Hierarchy:
@@ -117,9 +129,23 @@ class Edit:
     def own(self, node: ir.Node, call: Instance, reason: str = Reason.INSERTED) -> None:
         """Set a module call as the owner of a node."""
         runs_often = self._hierarchy[call.path].calls > 1
-        owned = Owned((call.path,), reason, str(call.call) if runs_often else "")
+        self.set_owners(node, Owned((call.path,), reason, str(call.call) if runs_often else ""))
+
+    def set_owners(self, node: ir.Node, owned: Owned) -> None:
+        """Set the owners of a node, of which there may be several."""
         owned.write(node.metadata_props, self._hierarchy.called)
-        self.changes.append(Change("node", str(node.name), call.path or "(root)"))
+        listed = ", ".join(path or "(root)" for path in owned.paths)
+        self.changes.append(Change("node", str(node.name), listed))
+
+    def own_as(self, node: ir.Node, other: ir.Node) -> None:
+        """Set the metadata of another node, the work of which is divided among both."""
+        node.metadata_props.update(other.metadata_props)
+        listed = ", ".join(path or "(root)" for path in tags.owners_of(other.metadata_props))
+        self.changes.append(Change("node", str(node.name), listed))
+
+    def set_calls(self, node: ir.Node, encoded: str) -> None:
+        """Set the calls of a node's owners, as of ``tags.encoded_calls``."""
+        tags.write_calls(node.metadata_props, encoded)
 
     # --- tensors --------------------------------------------------------------------------------------------
 
@@ -141,13 +167,19 @@ class Edit:
     def rename(
         self, name_of: Callable[[str], str | None], paths: Collection[str] | None = None
     ) -> None:
-        """Rename tensors in the signatures of modules; of all modules without ``paths``.
+        """Rename boundary tensors of modules; of all modules without ``paths``.
 
         ``name_of`` returns None for a removed tensor.
         """
         for path, calls in self.signatures.items():
             if paths is None or path in paths:
                 self.signatures[path] = [call.renamed(name_of) for call in calls]
+        contamination: set[tuple[str, str, bool]] = set()
+        for path, tensor, leaves in self._contamination:
+            new = name_of(tensor) if paths is None or path in paths else tensor
+            if new is not None:
+                contamination.add((path, new, leaves))
+        self._contamination = contamination
 
     # --- modules --------------------------------------------------------------------------------------------
 
@@ -175,7 +207,19 @@ class Edit:
         )
         for path in paths:
             self.signatures.pop(path, None)
+        self._contamination = {entry for entry in self._contamination if entry[0] not in paths}
         self.changes += [Change("removed", path) for path in paths]
+
+    def set_modules(self, hierarchy: Hierarchy, calls: CallTree | None = None) -> None:
+        """Set all modules, and their calls unless these are None; ``signatures`` will be theirs.
+
+        The signatures are written even if the model has none yet.
+        """
+        self._hierarchy, self._calls, self._has_signatures = hierarchy, calls, True
+
+    def set_parameters(self, parameters: Mapping[str, ModuleParameters]) -> None:
+        """Set the parameters of all modules."""
+        self._parameters = parameters
 
     def set_fates(self, fates: Mapping[str, Fate]) -> None:
         """Set the fates of some modules."""
@@ -184,7 +228,7 @@ class Edit:
     # --- the end --------------------------------------------------------------------------------------------
 
     def finish(self) -> TaggedModel:
-        """Write the modules and their signatures if they changed, and read the model again.
+        """Write the metadata of modules if it changed, and read the model again.
 
         Raises:
             HtpExportError: If a node that was added has no owner.
@@ -192,13 +236,30 @@ class Edit:
         self._check_owners()
         if self._checked is not None:
             PassDifference.between(self._checked, Snapshot(self.tagged.model)).check_records()
-        signatures = {path: tuple(calls) for path, calls in self.signatures.items()}
-        if self._hierarchy is not self.tagged.hierarchy or signatures != self._before:
-            known = self.signatures if self._before else None
-            write_model_metadata(
-                self.tagged.model.metadata_props, self._hierarchy, signatures=known
-            )
+        if self._description() != self._before:
+            self._write()
         return self.tagged.refresh(self._hierarchy)
+
+    def _write(self) -> None:
+        """Write the metadata of modules."""
+        props, contamination = self.tagged.model.metadata_props, list[tuple[str, str, bool]]()
+        if self._contamination != read_contamination(props):
+            props.pop(tags.CONTAMINATION, None)
+            contamination = sorted(self._contamination)
+        write_model_metadata(
+            props,
+            self._hierarchy,
+            calls=self._calls,
+            signatures=self.signatures if self._has_signatures else None,
+            parameters=self._parameters,
+            contamination=contamination,
+        )
+
+    def _description(self) -> tuple[object, ...]:
+        """The present metadata of modules, to compare."""
+        signatures = {path: tuple(calls) for path, calls in self.signatures.items()}
+        facts = self._calls, self._parameters, self._contamination
+        return id(self._hierarchy), signatures, *facts
 
     def _check_owners(self) -> None:
         """Raise an error if a new node has no owner; nodes that had none before may stay so."""

@@ -97,10 +97,7 @@ class Expectations:
         call = tags.encoded_calls(metadata) if owners == every else ""
         if len(owners) == 1 and not call:
             call = self._call(owners[0], instance)
-        had_namespace = tags.NAMESPACE in metadata
         Owned(owners, reason, call).write(metadata, self._hierarchy.called)
-        if not had_namespace:  # only viewers need it
-            del metadata[tags.NAMESPACE]
         return metadata
 
     def instance(self, shared: ir.Node, instance: Instance) -> Instance:

@@ -21,6 +21,7 @@ import onnx_ir as ir
 from htp_export.editing.editing import replace_uses
 from htp_export.format import tags
 from htp_export.format.recipes import step
+from htp_export.lineage.records import record_replacement
 from htp_export.model.hashes import same_numbers
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.neighbours import replace_inputs
@@ -253,6 +254,7 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
             if value.name in part.outputs:
                 ends[value] = part.outputs[str(value.name)]
     freed = _freed_names(part)
+    _record_results(part, new_nodes)
     for node in new_nodes:
         replace_inputs(node, values)
         for result in node.outputs:
@@ -272,6 +274,23 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
     for node in new_nodes:  # some algorithms of ONNX Runtime do not import its domain
         whole.graph.opset_imports.setdefault(node.domain, 1)
     return new_nodes
+
+
+def _record_results(part: Submodel, new_nodes: Sequence[ir.Node]) -> None:
+    """Record which results replace the original ones: those of the same name, or of the same node.
+
+    A tool may give the result of a node another name, and its own to another precision of it.
+    """
+    for node in new_nodes:
+        original = part.nodes.get(node.name or "")
+        if original is not None and original.op_type == node.op_type:
+            for old, new in zip(original.outputs, node.outputs, strict=False):
+                record_replacement(old, new)
+    for node in new_nodes:
+        for value in node.outputs:
+            replaced = part.results.get(value.name or "")
+            if replaced is not None:
+                record_replacement(replaced, value)
 
 
 def _move_weights(

@@ -14,12 +14,12 @@ import onnx
 import onnx_ir as ir
 import torch
 
+from htp_export.editing.path_names import check_style, check_tags, give_path_names
 from htp_export.files.filesystem import is_special, temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.write_file import work_folder
 from htp_export.files.written_check import made_from
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
-from htp_export.model.tensor_names import check_style, check_tags, give_path_names
 
 _log = logging.getLogger(__name__)
 

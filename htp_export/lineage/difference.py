@@ -1,9 +1,13 @@
-"""The difference of two states of a graph: which nodes replace which, if a pass records nothing.
+"""The difference of two states of a graph: which nodes replace which.
 
 A node that remains computes the same as before. If it reads another value than before, the two
-values are equal, and so are values with the same name. Between these pairs are the removed nodes,
-and the nodes that replace them. A node that is read in place of an equal one replaces that one,
-too. Nothing replaces a removed node that returned its input.
+values are equal, and so are values with the same name. The value that replaces another one is the
+recorded one, if the pass recorded it. Between these pairs are the removed nodes, and the nodes that
+replace them. A node that is read in place of an equal one replaces that one, too. Nothing replaces
+a removed node that returned its input.
+
+A record alone makes no pair: a value that was replaced on the way to a constant has no consumer
+left whose work the replacement could do.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ class Snapshot:
             "outputs": [value.name for value in model.graph.outputs],
         }
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
-        # value → the value that was recorded to replace it, up to this time
+        # read or computed value → the value that was recorded to replace it, up to this time
         self.replaced: dict[ir.Value, ir.Value] = {}
         self._add(model.graph, model.opset_imports)
         for function in model.functions.values():
@@ -107,16 +111,17 @@ class Snapshot:
                 )
         for node, seen in self.nodes.items():
             for value in seen.inputs:
-                if value is not None and not self._is_available(value):
+                if value is not None and not self.is_available(value):
                     raise HtpExportError(
                         f"{node.op_type} {node.name!r} reads {value.name!r}, which has no producer"
                     )
         for results in self.results.values():
             for value in results:
-                if not self._is_available(value):
+                if not self.is_available(value):
                     raise HtpExportError(f"the output {value.name!r} has no producer")
 
-    def _is_available(self, value: ir.Value) -> bool:
+    def is_available(self, value: ir.Value) -> bool:
+        """Whether a value is computed, stored, or an input."""
         return value in self.makers or value.is_graph_input() or value.is_initializer()
 
     def _add(
@@ -130,9 +135,11 @@ class Snapshot:
                 self._holders[node] = holder
             for value in node.outputs:
                 self.makers[value], self.names[value] = node, value.name
-            for read in node.inputs:
-                if read is not None and (replacement := replacement_of(read)) is not None:
-                    self.replaced[read] = replacement
+            stored = (read for read in node.inputs if read is not None and not read.producer())
+            for known in (*node.outputs, *stored):  # other inputs are outputs of nodes
+                replacement = replacement_of(known)
+                if replacement is not None:
+                    self.replaced[known] = replacement
             for body in subgraphs(node):
                 self._add(body, versions, node)
 
@@ -193,7 +200,7 @@ class PassDifference:
                     )
 
     def _pair(self, changed: Collection[ir.Node]) -> None:
-        """Pair old values with the values that replace them, by consumers and by names."""
+        """Pair old values with the values that replace them: by consumers, names and records."""
         for node, seen in self.before.nodes.items():
             if node in self.after.nodes and node not in changed:
                 self._pair_slots(seen.inputs, self.after.nodes[node].inputs)
@@ -206,6 +213,23 @@ class PassDifference:
         self._pair_by_node_names()
         self._pair_chains()
 
+    def _pair_values(self, old: ir.Value, new: ir.Value) -> None:
+        """Pair an old value with the one that was recorded to replace it, or else with ``new``."""
+        self.equal[old] = self._recorded.get(old, new)
+
+    @cached_property
+    def _recorded(self) -> dict[ir.Value, ir.Value]:
+        """The pairs that the pass recorded: old value → the last one that replaces it."""
+        pairs: dict[ir.Value, ir.Value] = {}
+        for value in self.before.makers:
+            recorded = replacement_of(value)
+            if recorded is None or recorded is self.before.replaced.get(value):
+                continue
+            last = last_replacement_of(recorded)
+            if last is not value and self.after.is_available(last):
+                pairs[value] = last
+        return pairs
+
     def _pair_names(self) -> None:
         """Pair outputs of removed nodes with outputs of new nodes of the same name."""
         removed: dict[str, ir.Value] = {}
@@ -216,8 +240,9 @@ class PassDifference:
                     removed[name] = value
         for node in self.added:
             for value in self.after.nodes[node].outputs:
-                if value.name in removed:
-                    self.equal.setdefault(removed[value.name], value)
+                old = removed.get(value.name or "")
+                if old is not None and old not in self.equal:
+                    self._pair_values(old, value)
 
     def _pair_chains(self) -> None:
         """Pair outputs of removed nodes with remaining values, if equal nodes read equal values.
@@ -236,7 +261,8 @@ class PassDifference:
             seen, twin = self.before.nodes[gone], self.after.nodes[remaining]
             if seen.operator == twin.operator and self.same(gone, remaining):
                 for old, new in zip(seen.outputs, twin.outputs, strict=False):
-                    self.equal.setdefault(old, new)
+                    if old not in self.equal:
+                        self._pair_values(old, new)
 
     def _pair_by_node_names(self) -> None:
         """Pair outputs of a removed node and a new one with the same name and operator.
@@ -255,14 +281,14 @@ class PassDifference:
             outputs = self.before.nodes[gone].outputs, self.after.nodes[node].outputs
             for was, now in zip(*outputs, strict=False):
                 if was not in self.equal and now.uses():
-                    self.equal[was] = now
+                    self._pair_values(was, now)
 
     def _pair_slots(self, old: _Slots, new: _Slots) -> None:
         if old == new:
             return
         for was, now in zip(old, new, strict=False):
             if was is not now and was is not None and now is not None:
-                self.equal[was] = now
+                self._pair_values(was, now)
 
     def neighbours_of(self, nodes: Iterable[ir.Node]) -> dict[ir.Node, None]:
         """The consumers and producers of some nodes, and the nodes whose subgraphs contain them."""

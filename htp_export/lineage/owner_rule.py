@@ -101,8 +101,14 @@ class Owned:
         return tags.node_tags(self.paths, self.reason, called, self.call)
 
     def write(self, metadata: MutableMapping[str, str], called: Collection[str]) -> None:
-        """Replace the tags of a node by these owners; without owners, remove them."""
+        """Replace the tags of a node by these owners; without owners, remove them.
+
+        Tags without a namespace, which only viewers need, get none.
+        """
+        is_short = tags.MODULE in metadata and tags.NAMESPACE not in metadata
         tags.tag_node(metadata, self.metadata(called) if self.paths else {})
+        if is_short:
+            metadata.pop(tags.NAMESPACE, None)
 
 
 NO_OWNERS = Owned((), "")

@@ -9,9 +9,12 @@ import htp_export
 from htp_export.editing.edit import Edit
 from htp_export.editing.editing import insert_behind
 from htp_export.errors import HtpExportError
-from htp_export.format.call_tree import Instance
+from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.fates import Fate
-from htp_export.format.hierarchy import ModuleInfo
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.model_metadata import read_contamination
+from htp_export.format.parameters import ModuleParameters
+from htp_export.lineage.owner_rule import Owned
 from htp_export.model.tagged import TaggedModel
 
 
@@ -90,3 +93,41 @@ def test_an_error_inside_writes_nothing(tagged):
     with pytest.raises(KeyError, match="nowhere"), Edit(tagged) as edit:
         edit.remove_modules([tagged.signatures["nowhere"]])
     assert dict(tagged.model.metadata_props) == before
+
+
+def test_a_node_that_divides_the_work_of_another_has_its_owners(tagged):
+    value = tagged.values[tagged.signature("fc", 1).outputs[0]]
+    gemm = value.producer()
+    with Edit(tagged) as edit:
+        half = ir.node("Neg", [value], name="half")
+        edit.own_as(half, gemm)
+        both = ir.node("Neg", half.outputs, name="both")
+        edit.set_owners(both, Owned(("", "fc"), "fused"))
+        edit.graph.extend([half, both])
+    assert dict(half.metadata_props) == dict(gemm.metadata_props)
+    assert tagged.owners_of(both) == ("", "fc")
+    assert [str(change) for change in edit.changes] == ["node half: fc", "node both: (root), fc"]
+
+
+def test_boundary_tensors_that_pytorch_lacks_are_renamed_and_go_with_their_modules(tagged):
+    props = tagged.model.metadata_props
+    props["htp.contamination"] = '[["fc","a",true],["fc","gone",false],["","b",false]]'
+    with Edit(tagged) as edit:
+        edit.rename({"a": "new"}.get, ["fc"])
+    assert read_contamination(props) == {("fc", "new", True), ("", "b", False)}
+    with Edit(tagged) as edit:
+        edit.remove_modules(["fc"])
+    assert read_contamination(props) == {("", "b", False)}
+
+
+def test_all_modules_can_be_set_with_calls_and_parameters(tagged):
+    root = ModuleInfo("", "Other", 1)
+    tree = Hierarchy([root, ModuleInfo("fc", "Linear", 1)])
+    with Edit(tagged) as edit:
+        edit.set_modules(tree, CallTree(tree))
+        edit.signatures = {"fc": edit.signatures["fc"][:1]}
+        edit.set_parameters({"fc": ModuleParameters({"weight": (4, 4)})})
+    read = htp_export.load(tagged.model)
+    assert (read.hierarchy.root.class_name, read["fc"].calls) == ("Other", 1)
+    assert list(read.signatures) == ["fc"]
+    assert dict(read.parameters["fc"].shapes) == {"weight": (4, 4)}

@@ -206,6 +206,41 @@ def test_one_file_writes_the_owners_of_nodes():
     assert found == {"format/tags.py", "lineage/owner_rule.py", "editing/flattening.py"}
 
 
+# Everyone else has tags and modules written by an `Edit`.
+WRITE_TAGS = {
+    # the words of a file, and the owners that the rule decides
+    *("format/tags.py", "lineage/owner_rule.py", "lineage/difference.py"),
+    # those who make a graph anew, or find the owners of another one
+    *("exporter/capture_session.py", "alignment/carried_owners.py"),
+    *("capabilities/inspect/runs.py", "capabilities/inspect/breaks.py"),
+    "editing/edit.py",
+    # the tags that functions have in a file, restored
+    *("editing/flattening.py", "editing/function_records.py"),
+}
+WRITE_MODULES = {
+    *("format/model_metadata.py", "exporter/write_tags.py", "lineage/settling.py"),
+    *("alignment/carried_owners.py", "editing/edit.py"),
+    *("capabilities/inspect/inspecting.py", "capabilities/inspect/breaks.py"),
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "files"),
+    [
+        (r"\.write\((\w+\.)*metadata|\b(write_owners|write_calls|tag_node)\(", WRITE_TAGS),
+        (r"\bwrite_model_metadata\(", WRITE_MODULES),
+    ],
+)
+def test_few_files_write_tags_of_nodes_and_the_metadata_of_modules(
+    written: str, files: set[str]
+) -> None:
+    found = set()
+    for path in MODULES.values():
+        if re.search(written, path.read_text(encoding="utf-8")):
+            found.add(path.relative_to(PACKAGE).as_posix())
+    assert found == files
+
+
 def test_capabilities_import_one_another_without_a_circle():
     order = graphlib.TopologicalSorter({name: MAY_IMPORT.get(name, set()) for name in CAPABILITIES})
     assert sorted(order.static_order()) == CAPABILITIES

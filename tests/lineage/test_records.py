@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 import htp_export
 from htp_export import passes
 from htp_export.editing.edit import Edit
-from htp_export.editing.editing import insert_behind, replace_with
+from htp_export.editing.editing import add_constant, insert_behind, replace_with
 from htp_export.errors import HtpExportError
 from htp_export.format.call_tree import Instance
 from htp_export.lineage.records import checked_changes, record_replacement
@@ -50,6 +51,31 @@ def test_without_the_switch_nothing_is_compared(tagged):
     assert replace_with(first.outputs[0], first.inputs[0])
     record_replacement(first.outputs[0], second.outputs[0])
     books.settle()
+
+
+def test_the_recorded_value_replaces_a_tensor_of_which_another_consumer_reads_a_constant(tagged):
+    """The last consumer that differs decides only without a record."""
+    first, second = relus(tagged.model)
+    [relu] = first.outputs
+    shown = ir.node("Sigmoid", [relu], name="shown", metadata_props=dict(second.metadata_props))
+    insert_behind(tagged.model.graph, tagged.model.graph.outputs[0], shown)
+    shown.outputs[0].name = "shown"
+    tagged.model.graph.outputs.append(shown.outputs[0])
+    tagged = tagged.refresh()
+
+    books = Bookkeeping(tagged)
+    new = ir.node("Elu", [first.inputs[0]], name="elu")
+    new.outputs[0].name = "elu"
+    insert_behind(tagged.model.graph, first.inputs[0], new)
+    record_replacement(relu, new.outputs[0])
+    constant = add_constant(tagged.model.graph, np.zeros((2, 4), np.float32), "zeros")
+    readers = {use.node for use in relu.uses()}
+    for reader in readers:
+        reader.replace_input_with(0, constant if reader is shown else new.outputs[0])
+    tagged.model.graph.remove(first)
+    books.settle()
+    assert new.metadata_props["htp.module"] == "1"
+    assert new.metadata_props["htp.reason"] == first.metadata_props["htp.reason"]
 
 
 def test_an_edit_that_records_something_else_is_found(tagged):

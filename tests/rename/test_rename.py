@@ -13,10 +13,11 @@ from torch import nn
 
 import htp_export
 from htp_export.command.main import main
+from htp_export.editing.path_names import path_prefix
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.regions import all_nodes, all_values
-from htp_export.model.tensor_names import path_prefix, rename
+from htp_export.model.tensor_names import rename
 from htp_export.shapes.operator_kinds import subgraphs
 from tests import nets
 from tests.exporting import BOTH, quick

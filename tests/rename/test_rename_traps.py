@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.editing.path_names import bodies_of, path_prefix
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model.tensor_names import bodies_of, path_prefix
 from tests.functions.test_functions import equal, run
 from tests.handmade import (
     branching,

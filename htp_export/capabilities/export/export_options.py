@@ -66,7 +66,7 @@ class GraphOptions:
     def check(self) -> None:
         """Refuse incompatible options, or an opset that torch does not support, before a model is loaded."""
         if self.names is not None:
-            from htp_export.model.tensor_names import check_style
+            from htp_export.editing.path_names import check_style
 
             check_style(self.names)
         if self.keep_attention and not self.dynamo:

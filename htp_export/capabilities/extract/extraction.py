@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.extract.grafts import Graft, SplicedCalls, weight_key
 from htp_export.editing.cut_models import cut_model
+from htp_export.editing.edit import Edit
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
@@ -217,8 +218,8 @@ def splice(
     for part in parts:
         _refuse_shared_results(changed, part)
         _check_signature(part, copied.model)
-    graft = _replace(changed, copied, parts)
-    graft.describe(changed)
+    with Edit(changed) as edit:
+        _replace(edit, copied, parts).describe()
     if output is not None:
         write_model(changed.model, output, share_weights=share_weights)
     after = sum(1 for _ in changed.model.graph.all_nodes())
@@ -227,20 +228,22 @@ def splice(
     )
 
 
-def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) -> Graft:
+def _replace(edit: Edit, copied: TaggedModel, parts: Sequence[Cut]) -> Graft:
     """Replace the parts of the model with copies of the replacement; return the last copy."""
-    path = parts[0].path
+    changed, path = edit.tagged, parts[0].path
     calls = SplicedCalls(changed, copied, path, [part.call for part in parts])
+    has_callers = tags.CALLERS in changed.model.metadata_props
+    edit.set_modules(calls.hierarchy, calls.tree if has_callers else None)
     optional = [value for value in parts[0].initializers if value.is_graph_input()]
     # Original result → its placeholder, and then its replacement.
     current = _remove_parts(changed, parts)
     for node in changed.nodes:
         owners = changed.owners_of(node)
         if node.graph is not None and owners:
-            tags.write_calls(node.metadata_props, calls.encode_calls(node, owners))
+            edit.set_calls(node, calls.encode_calls(node, owners))
     weights = {weight_key(value): value for value in changed.model.graph.initializers.values()}
     for part in parts:
-        graft = Graft(changed.model, copied, path, part.call, calls, weights)
+        graft = Graft(edit, copied, path, part.call, calls, weights)
         inputs = [current.get(old, old) for old in part.inputs.values()]
         results = graft.insert(
             _matched(list(part.inputs), inputs, graft.inputs),

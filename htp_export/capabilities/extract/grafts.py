@@ -10,13 +10,14 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from htp_export.editing.cut_models import own_output
+from htp_export.editing.edit import Edit
 from htp_export.editing.editing import replace_uses
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, renumbered
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.model_metadata import lora_of_inputs, write_lora, write_model_metadata
+from htp_export.format.model_metadata import lora_of_inputs, write_lora
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
 from htp_export.lineage.owner_rule import Owned
@@ -221,7 +222,8 @@ class SplicedCalls:
 class Graft:
     """A copy of a replacement that fits into a host, in the place of one call of a module.
 
-    ``weights`` are the host's, by ``weight_key``; inserting the copy adds its own.
+    ``edit``: The host, with the modules of ``calls``. ``weights`` are the host's, by
+    ``weight_key``; inserting the copy adds its own.
 
     Attributes:
         inputs: The copy's inputs without initializers.
@@ -232,14 +234,15 @@ class Graft:
 
     def __init__(
         self,
-        host: ir.Model,
+        edit: Edit,
         replacement: TaggedModel,
         path: str,
         call: int,
         calls: SplicedCalls,
         weights: dict[int, ir.Value],
     ) -> None:
-        self._host, self._replacement = host, replacement
+        self._edit, self._replacement = edit, replacement
+        host = self._host = edit.tagged.model
         self._path, self._call, self._weights = path, call, weights
         self._calls = calls
         self._paths = calls.paths
@@ -314,13 +317,13 @@ class Graft:
 
     def _write_tags(self) -> None:
         """Tag every node with owners at or below the module, and with its call."""
-        called = frozenset((*self._replacement.hierarchy.called, self._path, *self._paths.values()))
         for node, source in twins_of(self._model, self._replacement.model).items():
             metadata = node.metadata_props
             owners = tuple(self._paths[owner] for owner in tags.owners_of(metadata))
             owners = owners or (self._path,)
             calls = self._calls.encode_calls(source, owners, self._call)
-            Owned(owners, metadata.get(tags.REASON, Reason.SPLICED), calls).write(metadata, called)
+            reason = metadata.get(tags.REASON, Reason.SPLICED)
+            self._edit.set_owners(node, Owned(owners, reason, calls))
 
     # --- insertion --------------------------------------------------------------------------------
 
@@ -388,13 +391,14 @@ class Graft:
         """A copy of an input or initializer that is an output, by a node of the module."""
         owners = (self._path,)
         calls = self._calls.encode_calls(None, owners, self._call)
-        return own_output(self._model.graph, value, Owned(owners, Reason.SPLICED, calls))
+        owned = Owned(owners, Reason.SPLICED, calls)
+        return own_output(self._edit, self._model.graph, value, owned)
 
-    # --- the module tree --------------------------------------------------------------------------
+    # --- the signatures ---------------------------------------------------------------------------
 
-    def describe(self, host: TaggedModel) -> None:
-        """Write the new descendants of the module into the host's module tree and signatures."""
-        props = self._host.metadata_props
+    def describe(self) -> None:
+        """Set the host's signatures, with those of the new descendants of the module."""
+        host, props = self._edit.tagged, self._host.metadata_props
         signatures = self._calls.signatures() if host.signatures else {}
         # With several calls, the names of the copies' tensors differ: only one has signatures.
         if host.signatures and host.hierarchy[self._path].calls <= 1:
@@ -402,8 +406,7 @@ class Graft:
                 place = self._paths.get(path, self._path)
                 if place != self._path and len(known) == self._calls.hierarchy[place].calls:
                     signatures[place] = [call.renamed(self._host_name) for call in known]
-        calls = self._calls.tree if tags.CALLERS in props else None
-        write_model_metadata(props, self._calls.hierarchy, calls=calls, signatures=signatures)
+        self._edit.signatures = {path: list(known) for path, known in signatures.items()}
         inputs = {str(value.name) for value in self._host.graph.inputs}
         layers = lora_of_inputs(props, inputs)
         for path, scaling in lora_of_inputs(self._replacement.model.metadata_props, inputs).items():

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from htp_export.capabilities.functions.placing import Group, Item
+from htp_export.editing.edit import Edit
 from htp_export.editing.function_records import DOMAIN, given_values
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
-from htp_export.lineage.owner_rule import Owned
 from htp_export.model.hashes import body_hash, constant_hash
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import GraphIndex
@@ -48,6 +48,7 @@ class Bodies:
     """Builds functions of groups of nodes, in one model, whose graphs are changed."""
 
     def __init__(self, work: TaggedModel, index: GraphIndex) -> None:
+        self.edit = Edit(work)
         self.model, self.hierarchy = work.model, work.hierarchy
         # Call → its instance and function, innermost first, also in bodies that were dropped for
         # an equal one.
@@ -106,9 +107,7 @@ class Bodies:
                 arguments.append(value)
         name = _relative_name(instance, "")
         call = ir.node(function.name, arguments, domain=DOMAIN, outputs=results, name=name)
-        number = str(instance.call) if self.hierarchy[instance.path].calls > 1 else ""
-        owned = Owned((instance.path,), Reason.FUNCTION, number)
-        owned.write(call.metadata_props, self.hierarchy.called)
+        self.edit.own(call, instance, Reason.FUNCTION)
         graph.append(call)
         self.occurrences[call] = Occurrence(instance, function, body)
         return call

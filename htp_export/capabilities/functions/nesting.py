@@ -156,6 +156,7 @@ def functions(
     if not identifiers:
         raise _none_possible(skipped)
     records = Records(share_bodies(bodies, sources, tagged.calls), flat_order(bodies, sources))
+    bodies.edit.finish()
     model.opset_imports[DOMAIN] = 1
     if records.calls or records.order:
         model.metadata_props[tags.FUNCTIONS] = records.to_json()

@@ -8,10 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import onnx_ir as ir
 
 from htp_export.capabilities.functions.bodies import Bodies, Occurrence, copy_value
+from htp_export.editing.edit import Edit
 from htp_export.editing.function_records import Expectations, Record, given_values, written_type
-from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
-from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
 from htp_export.lineage.owner_rule import Owned
 from htp_export.shapes.operator_kinds import subgraphs
@@ -34,7 +33,7 @@ def share_bodies(
             originals[own] = sources[own] if own in sources else _snapshot(own)
             originals_of[shared].append(originals[own])
     for shared, nodes in originals_of.items():
-        _share(shared, nodes, hierarchy)
+        _share(bodies.edit, shared, nodes)
 
     expected = Expectations(hierarchy, calls)
 
@@ -95,11 +94,11 @@ def _snapshot(call: ir.Node) -> ir.Node:
     )
 
 
-def _share(shared: ir.Node, originals: Sequence[ir.Node], hierarchy: Hierarchy) -> None:
+def _share(edit: Edit, shared: ir.Node, originals: Sequence[ir.Node]) -> None:
     """Set the tags and types of a node of a body so that they hold for all its originals."""
     if len(originals) == 1:
         return
-    _share_tags(shared, originals, hierarchy)
+    _share_tags(edit, shared, originals)
     for position, value in enumerate(shared.outputs):
         first, *others = [original.outputs[position] for original in originals]
         if any(other.type != first.type for other in others):
@@ -108,7 +107,7 @@ def _share(shared: ir.Node, originals: Sequence[ir.Node], hierarchy: Hierarchy) 
             value.shape = None
 
 
-def _share_tags(shared: ir.Node, originals: Sequence[ir.Node], hierarchy: Hierarchy) -> None:
+def _share_tags(edit: Edit, shared: ir.Node, originals: Sequence[ir.Node]) -> None:
     tagged = [Owned.of(original.metadata_props) for original in originals]
     owners = tuple(dict.fromkeys(owner for owned in tagged for owner in owned.paths))
     if not owners:
@@ -119,9 +118,7 @@ def _share_tags(shared: ir.Node, originals: Sequence[ir.Node], hierarchy: Hierar
     reason = next(iter(reasons)) if len(reasons) == 1 else Reason.SHARED
     if len(owners) > 1 and reason == Reason.SCOPE:
         reason = Reason.SHARED
-    Owned(owners, reason, call).write(shared.metadata_props, hierarchy.called)
-    if all(tags.NAMESPACE not in original.metadata_props for original in originals):
-        del shared.metadata_props[tags.NAMESPACE]
+    edit.set_owners(shared, Owned(owners, reason, call))
 
 
 def _difference(

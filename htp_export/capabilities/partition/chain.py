@@ -15,11 +15,10 @@ import onnx_ir as ir
 
 from htp_export.capabilities.partition.partitions import Partition, Stage, StageTensor
 from htp_export.editing.cut_models import (
-    cut_graph,
-    model_around,
+    describe_part,
+    edit_of_cut,
     narrow_owners,
     output_name,
-    write_part_metadata,
 )
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -412,26 +411,28 @@ def _stage(
 
 def _stage_model(tagged: TaggedModel, part: Cut, modules: frozenset[str]) -> ir.Model:
     """A stand-alone model of a stage, with its modules, their ancestors and descendants."""
-    graph, _ = cut_graph(tagged, part)
-    model = model_around(tagged, graph)
+    edit, _ = edit_of_cut(tagged, part)
+    model = edit.tagged.model
     tree = tagged.hierarchy
     whole = {path for path in tree if not modules.isdisjoint(tags.ancestors(path))}
     owners = filter(None, map(tagged.owners_of, all_nodes(model)))
     first = {node_owners[0] for node_owners in owners}
     inside = whole | first | tags.all_above(first) | {""}
-    narrow_owners(
-        tagged,
-        model,
-        lambda work: filter(inside.__contains__, work.owners),
-        lambda call: call if call.path in inside else None,
-        "",
-        tagged.calls,
-    )
     stage_tree = Hierarchy(tree[path] for path in tree if path in inside)
-    signatures = {path: calls for path, calls in tagged.signatures.items() if path in whole}
-    write_part_metadata(
-        tagged, model, stage_tree, tagged.calls.among(stage_tree), signatures, inside.__contains__
-    )
+    with edit:
+        narrow_owners(
+            edit,
+            tagged,
+            lambda work: filter(inside.__contains__, work.owners),
+            lambda call: call if call.path in inside else None,
+            "",
+            tagged.calls,
+        )
+        edit.signatures = {
+            path: list(calls) for path, calls in tagged.signatures.items() if path in whole
+        }
+        calls = tagged.calls.among(stage_tree)
+        describe_part(edit, tagged, stage_tree, calls, inside.__contains__)
     return model
 
 

@@ -24,11 +24,13 @@ from htp_export.capabilities.pipeline.step_options import (
     texts_in,
 )
 from htp_export.discovery import exported_in
+from htp_export.editing.edit import Edit
 from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.files.filesystem import is_special
 from htp_export.format import tags
+from htp_export.format.call_tree import Instance
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.tags import Reason
-from htp_export.lineage.owner_rule import Owned
 from htp_export.model.tagged import TaggedModel, load
 from htp_export.plans.rules import modules_within
 from htp_export.process.argument_types import check_type, parameter_type
@@ -445,14 +447,14 @@ def _one_product() -> ir.Model:
     """A tagged model of one MatMul, 32 wide, so that a quantizer has a whole block of weights."""
     x = ir.val("x", ir.DataType.FLOAT, [2, 32])
     weight = ir.val("weight", const_value=ir.tensor(np.eye(32, dtype="f")))
-    node = ir.node(
-        "MatMul",
-        [x, weight],
-        metadata_props=Owned(("layer",), Reason.SCOPE).metadata({"", "layer"}),
-    )
+    node = ir.node("MatMul", [x, weight])
     [y] = node.outputs
     y.name, y.type, y.shape = "y", x.type, x.shape
     graph = ir.Graph(
         [x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20}, name="net"
     )
-    return ir.Model(graph, ir_version=10, metadata_props={tags.FORMAT: tags.VERSION})
+    model = ir.Model(graph, ir_version=10, metadata_props={tags.FORMAT: tags.VERSION})
+    modules = Hierarchy(ModuleInfo(path, "Module", 1) for path in ("", "layer"))
+    with Edit(TaggedModel(model, modules)) as edit:
+        edit.own(node, Instance("layer"), Reason.SCOPE)
+    return model

@@ -17,10 +17,10 @@ from htp_export.capabilities.prune.coupled_axes import (
     is_cut_by_groups,
     slice_start,
 )
+from htp_export.editing.edit import Edit
 from htp_export.editing.editing import add_constant, remove_unused
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import step
 from htp_export.model.module_facts import stored_tensor
@@ -39,11 +39,11 @@ ParameterShape: TypeAlias = tuple[int, ...]
 
 
 def change_parameters(
-    tagged: TaggedModel,
+    edit: Edit,
     before: ParameterPlaces,
     changes: Mapping[ir.Value, tuple[ParameterShape, Mapping[str, ParameterShape]]],
 ) -> None:
-    """Write the new shapes of parameters into the metadata; ``before``: their places before.
+    """Set the new shapes of parameters; ``before``: their places before.
 
     A change consists of the old shape of an initializer and its new shapes, one for each suffix
     that is added to the name of the parameter.
@@ -55,7 +55,7 @@ def change_parameters(
                 suffix: shape[::-1] if is_transposed else shape for suffix, shape in shapes.items()
             }
     parameters = {}
-    for path, module in (tagged.parameters or {}).items():
+    for path, module in (edit.tagged.parameters or {}).items():
         module_shapes: dict[str, ParameterShape] = {}
         for key, old in module.shapes.items():
             first = before.declared[tags.below(path, key)].first
@@ -64,7 +64,7 @@ def change_parameters(
         tied = {key: full for key, full in module.tied.items() if key in module_shapes}
         parameters[path] = ModuleParameters(module_shapes, tied)
     if parameters:
-        write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, parameters=parameters)
+        edit.set_parameters(parameters)
 
 
 def _whole_parameters(
@@ -97,14 +97,14 @@ _COMPUTES_SIZES = frozenset(
 """Operators that compute sizes from a constant factor or part."""
 
 
-def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
+def cut_axes(edit: Edit, kept: Mapping[Axis, Array]) -> None:
     """Keep only some indices of axes, in place, in all tensors that have the channels.
 
     After an InputError, for a node whose result would not get the required sizes, the model is not
     usable.
     """
+    tagged, graph = edit.tagged, edit.graph
     shapes = tagged.inferred
-    graph = tagged.model.graph
     before = {value: shapes.shape(value) for value in tagged.values.values()}
     neighbours: dict[ir.Node | None, None] = {}
     for value, _ in kept:
@@ -112,7 +112,7 @@ def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
         neighbours.update(dict.fromkeys(use.node for use in value.uses()))
     for node in neighbours:
         if node is not None:
-            _refit(graph, node, kept, shapes)
+            _refit(edit, node, kept, shapes)
     by_value: dict[ir.Value, dict[int, Array]] = {}
     for (value, axis), stays in kept.items():
         by_value.setdefault(value, {})[axis] = stays
@@ -120,7 +120,7 @@ def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
         _shorten(value, axes)
     remove_unused(tagged.model)  # nodes that computed the indices of a Gather
     after = Symbolic(graph, functions=tagged.model.functions)
-    if _keep_sizes(graph, kept, shapes, after):
+    if _keep_sizes(edit, kept, shapes, after):
         after = Symbolic(graph, functions=tagged.model.functions)
     _check(tagged, before, after, by_value)
 
@@ -152,21 +152,21 @@ def _shorten(value: ir.Value, axes: Mapping[int, Array]) -> None:
         value.shape = ir.Shape(dims)
 
 
-def _refit(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
+def _refit(edit: Edit, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
     """Change the sizes that a node has as constants or attributes."""
     if node.domain:
         return
     operator = node.op_type
     if operator in _SIZES and len(node.inputs) > _SIZES[operator]:
-        _refit_sizes(graph, node, kept, shapes)
+        _refit_sizes(edit, node, kept, shapes)
     elif operator == "Split":
-        _refit_split(graph, node, kept, shapes)
+        _refit_split(edit, node, kept, shapes)
     elif operator == "Slice":
-        _refit_slice(graph, node, kept, shapes)
+        _refit_slice(edit, node, kept, shapes)
     elif operator in ("Conv", "ConvTranspose"):
         _refit_convolution(node, kept, shapes)
     elif operator in ("Gather", "GatherND"):
-        _refit_gather(graph, node, kept, shapes)
+        _refit_gather(edit, node, kept, shapes)
     elif operator in RECURRENT:
         stays = kept.get((node.inputs[2], 2))  # type: ignore[arg-type]
         if stays is not None:
@@ -180,9 +180,7 @@ def _refit_convolution(node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbol
         node.attributes.add(ir.AttrInt64("group", groups * int(stays.sum()) // len(stays)))
 
 
-def _refit_sizes(
-    graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic
-) -> None:
+def _refit_sizes(edit: Edit, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
     result, position = node.outputs[0], _SIZES[node.op_type]
     rank = shapes.rank(result) or 0
     sizes_shape = shapes.shape(node.inputs[position])
@@ -192,19 +190,17 @@ def _refit_sizes(
         if stays is not None and not stays.all():
             index = axis - (rank - count)  # Expand may have sizes for the last axes only
             change = _SizeChange(position, index, len(stays), int(stays.sum()))
-            _set_size(graph, node, change, shapes)
+            _set_size(edit, node, change, shapes)
 
 
-def _keep_sizes(
-    graph: ir.Graph, kept: Mapping[Axis, Array], before: Symbolic, after: Symbolic
-) -> bool:
+def _keep_sizes(edit: Edit, kept: Mapping[Axis, Array], before: Symbolic, after: Symbolic) -> bool:
     """Keep sizes that are computed from an axis that was cut, for tensors without its channels.
 
     ``nn.MultiheadAttention`` splits its projections by the width of its input in this way. Returns
     whether there are any.
     """
     modified = False
-    for node in graph:
+    for node in edit.graph:
         position = _SIZES.get(node.op_type, len(node.inputs))
         if node.domain or position >= len(node.inputs):
             continue
@@ -215,7 +211,7 @@ def _keep_sizes(
         for index, (old, new) in enumerate(zip(sizes, computed, strict=True)):
             axis = index + rank - len(sizes)
             if isinstance(old, int) and old != new and (node.outputs[0], axis) not in kept:
-                _set_size(graph, node, _SizeChange(position, index, old, old), before)
+                _set_size(edit, node, _SizeChange(position, index, old, old), before)
                 modified = True
     return modified
 
@@ -230,7 +226,7 @@ class _SizeChange:
     new: int
 
 
-def _set_size(graph: ir.Graph, node: ir.Node, change: _SizeChange, shapes: Symbolic) -> None:
+def _set_size(edit: Edit, node: ir.Node, change: _SizeChange, shapes: Symbolic) -> None:
     """Replace a number in a vector of sizes, or a factor of it, if it is a constant.
 
     Computed sizes follow from the tensors. If other nodes may need the old number, the nodes that
@@ -244,17 +240,17 @@ def _set_size(graph: ir.Graph, node: ir.Node, change: _SizeChange, shapes: Symbo
         producer = producer_of(value, *_COMPUTES_SIZES)
         if producer is None:
             return
-        producer = _for_one_reader(graph, producer, node, change.position)
+        producer = _for_one_reader(edit, producer, node, change.position)
         source = _source_of_size(producer, change, shapes)
         if source is not None:
-            _set_size(graph, producer, source, shapes)
+            _set_size(edit, producer, source, shapes)
     elif len(numbers) > change.index and numbers[change.index] == change.old:
         changed = list(numbers)
         changed[change.index] = change.new
         dtype = shapes.dtype(value) or ir.DataType.INT64
         array = np.array(changed, dtype.numpy())
         array = array.reshape(() if shapes.rank(value) == 0 else -1)
-        _set_constant(graph, node, change.position, array, f"{value.name}_cut")
+        _set_constant(edit, node, change.position, array, f"{value.name}_cut")
 
 
 def _source_of_size(producer: ir.Node, change: _SizeChange, shapes: Symbolic) -> _SizeChange | None:
@@ -309,31 +305,29 @@ def _source_of_part(producer: ir.Node, change: _SizeChange, shapes: Symbolic) ->
     return None
 
 
-def _for_one_reader(graph: ir.Graph, producer: ir.Node, node: ir.Node, position: int) -> ir.Node:
+def _for_one_reader(edit: Edit, producer: ir.Node, node: ir.Node, position: int) -> ir.Node:
     """The producer of an input of a node; a copy of it, if it has other consumers."""
     value = producer.outputs[0]
     if len(value.uses()) == 1 and not value.is_graph_output():
         return producer
-    attributes, metadata = producer.attributes, dict(producer.metadata_props)
-    copy = ir.node(producer.op_type, producer.inputs, attributes, metadata_props=metadata)
+    copy = ir.node(producer.op_type, producer.inputs, producer.attributes)
     copy.name, copy.outputs[0].name = f"{producer.name}_{node.name}", f"{value.name}_{node.name}"
     copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
-    graph.insert_before(node, copy)
+    edit.own_as(copy, producer)
+    edit.graph.insert_before(node, copy)
     node.replace_input_with(position, copy.outputs[0])
     return copy
 
 
-def _set_constant(graph: ir.Graph, node: ir.Node, position: int, array: Array, name: str) -> None:
+def _set_constant(edit: Edit, node: ir.Node, position: int, array: Array, name: str) -> None:
     """Replace an input of a node by a new constant.
 
     The old one is removed later, if it is unused.
     """
-    node.replace_input_with(position, add_constant(graph, array, name))
+    node.replace_input_with(position, add_constant(edit.graph, array, name))
 
 
-def _refit_gather(
-    graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic
-) -> None:
+def _refit_gather(edit: Edit, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
     indexed = gathered(node, shapes)
     if indexed is None:
         return
@@ -350,12 +344,10 @@ def _refit_gather(
     array = new_positions[indices].astype(dtype.numpy())
     if node.op_type == "GatherND":
         array = array[..., None]
-    _set_constant(graph, node, 1, array, f"{node.name}_indices_cut")
+    _set_constant(edit, node, 1, array, f"{node.name}_indices_cut")
 
 
-def _refit_split(
-    graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic
-) -> None:
+def _refit_split(edit: Edit, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
     [axis] = changed_axes(node, shapes) or [0]
     if (node.inputs[0], axis) not in kept:
         return
@@ -373,12 +365,10 @@ def _refit_split(
         return
     if len(node.inputs) < 2:
         node.resize_inputs(2)
-    _set_constant(graph, node, 1, np.array(sizes, np.int64), f"{node.name}_split_cut")
+    _set_constant(edit, node, 1, np.array(sizes, np.int64), f"{node.name}_split_cut")
 
 
-def _refit_slice(
-    graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic
-) -> None:
+def _refit_slice(edit: Edit, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
     for index, axis in enumerate(changed_axes(node, shapes) or []):
         stays = kept.get((node.inputs[0], axis))  # type: ignore[arg-type]
         shape = shapes.shape(node.outputs[0])
@@ -386,12 +376,12 @@ def _refit_slice(
             continue
         start = slice_start(node, axis, shapes, len(stays)) or 0
         end = start + shape[axis]
-        _set_bound(graph, node, "starts", index, int(stays[:start].sum()), shapes)
-        _set_bound(graph, node, "ends", index, int(stays[:end].sum()), shapes)
+        _set_bound(edit, node, "starts", index, int(stays[:start].sum()), shapes)
+        _set_bound(edit, node, "ends", index, int(stays[:end].sum()), shapes)
 
 
 def _set_bound(
-    graph: ir.Graph, node: ir.Node, name: str, index: int, bound: int, shapes: Symbolic
+    edit: Edit, node: ir.Node, name: str, index: int, bound: int, shapes: Symbolic
 ) -> None:
     """Set one of the ``starts`` or ``ends`` of a Slice, an attribute or an input."""
     listed = node.attributes.get_ints(name)
@@ -404,7 +394,7 @@ def _set_bound(
     numbers[index] = bound
     dtype = shapes.dtype(value) or ir.DataType.INT64
     array = np.array(numbers, dtype.numpy())
-    _set_constant(graph, node, position, array, f"{node.name}_{name}_cut")
+    _set_constant(edit, node, position, array, f"{node.name}_{name}_cut")
 
 
 def _check(

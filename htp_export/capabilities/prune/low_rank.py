@@ -10,11 +10,11 @@ import onnx_ir as ir
 
 from htp_export.capabilities.prune.cut_axes import ParameterShape, change_parameters
 from htp_export.capabilities.prune.sparsities import Sparsity
+from htp_export.editing.edit import Edit
 from htp_export.editing.editing import add_initializer, remove_unused
 from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
-from htp_export.model.tensor_names import Names
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
@@ -66,12 +66,12 @@ def factorise(
         reason = why_not(tagged, weight, value)
         if reason:
             reasons[weight] = reason
-    names, places = Names(tagged.model), ParameterPlaces(tagged, WeightSources(tagged))
+    edit, places = Edit(tagged), ParameterPlaces(tagged, WeightSources(tagged))
     factors, parameters = {}, {}
     replaceable = [weight for weight in values if weight not in reasons]
     for weight in counted(replaceable, "weights"):
         shape, rank = weight.shape, _rank(weight.shape, values[weight])
-        factors[weight] = _replace(tagged, weight, rank, names)
+        factors[weight] = _replace(edit, weight, rank)
         # the axis with the size of the rank differs between the two
         shapes: dict[str, ParameterShape] = {}
         for suffix, rank_axis in (("_a", weight.uses[0].channels), ("_b", weight.reduced)):
@@ -80,8 +80,9 @@ def factorise(
             shapes[suffix] = tuple(sizes)
         parameters[weight.value] = shape, shapes
     if factors:
-        change_parameters(tagged, places, parameters)
+        change_parameters(edit, places, parameters)
         remove_unused(tagged.model)
+        edit.finish()
     return factors, reasons
 
 
@@ -122,40 +123,39 @@ def _dtype(tagged: TaggedModel, use: Product) -> ir.DataType:
     return tagged.inferred.dtype(value) or numbers_of(use.value).dtype
 
 
-def _replace(tagged: TaggedModel, weight: Weight, rank: int, names: Names) -> Factors:
+def _replace(edit: Edit, weight: Weight, rank: int) -> Factors:
     """Replace each product with a weight by two products."""
     matrix = np.moveaxis(weight.tensor.numpy(), (weight.reduced, weight.uses[0].channels), (0, 1))
     factors = factors_of(matrix, rank)
     written: dict[bool, list[ir.Value]] = {}
     for is_transposed, use in _layouts(weight).items():
-        dtype = _dtype(tagged, use)
+        dtype = _dtype(edit.tagged, use)
         written[is_transposed] = []
         for factor, suffix in zip(factors, ("_a", "_b"), strict=True):
             array = (factor.T if is_transposed else factor).astype(dtype.numpy())
             initializer = add_initializer(
-                tagged.model.graph,
+                edit.graph,
                 ir.Tensor(np.ascontiguousarray(array), dtype=dtype),
-                names.tensors.unused(f"{weight.name}{suffix}"),
+                edit.names.tensors.unused(f"{weight.name}{suffix}"),
                 step("computed", recipe_of(weight.value), "a factor of lower rank"),
             )
             written[is_transposed].append(initializer)
     for use in weight.uses:
         first, second = written[_is_transposed(use)]
-        _split(tagged, use, first, second, rank, names)
+        _split(edit, use, first, second, rank)
     return Factors(rank, tuple(value for pair in written.values() for value in pair))
 
 
-def _split(
-    tagged: TaggedModel, use: Product, first: ir.Value, second: ir.Value, rank: int, names: Names
-) -> None:
+def _split(edit: Edit, use: Product, first: ir.Value, second: ir.Value, rank: int) -> None:
     """Insert a product with the first factor before a product, which then has the second factor."""
     node, other = use.node, 1 - use.place
     flags = {name: flag for name in _FLAGS if (flag := node.attributes.get_int(name, 0))}
     inputs = [first, node.inputs[other]] if use.place == 0 else [node.inputs[other], first]
-    before = ir.node(node.op_type, inputs, flags, metadata_props=dict(node.metadata_props))
-    before.name = names.nodes.unused(f"{node.name}_a")
+    name = edit.names.nodes.unused(f"{node.name}_a")
+    before = ir.node(node.op_type, inputs, flags, name=name)
+    edit.own_as(before, node)
     [result] = before.outputs
-    result.name = names.tensors.unused(f"{node.outputs[0].name}_a")
+    result.name = edit.names.tensors.unused(f"{node.outputs[0].name}_a")
     result.type = node.outputs[0].type
     shape = node.outputs[0].shape
     if shape is not None:

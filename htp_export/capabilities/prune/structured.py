@@ -14,6 +14,7 @@ from htp_export.capabilities.prune.coupling import Coupling, StopError, couple
 from htp_export.capabilities.prune.cut_axes import ParameterShape, change_parameters, cut_axes
 from htp_export.capabilities.prune.masks import Scores
 from htp_export.capabilities.prune.sparsities import Sparsity
+from htp_export.editing.edit import Edit
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
@@ -81,10 +82,11 @@ def cut_channels(
     weights = [value for value in stored if value in cut_values]
     before = {value: _shape(value) for value in weights}
     places = ParameterPlaces(tagged, WeightSources(tagged))
-    cut_axes(tagged, kept)
-    after = {value: _shape(value) for value in weights}
-    changes = {value: (before[value], {"": after[value]}) for value in weights}
-    change_parameters(tagged, places, changes)
+    with Edit(tagged) as edit:
+        cut_axes(edit, kept)
+        after = {value: _shape(value) for value in weights}
+        changes = {value: (before[value], {"": after[value]}) for value in weights}
+        change_parameters(edit, places, changes)
     shapes = {str(value.name): (before[value], after[value]) for value in weights}
     return Cut(shapes, short, whole)
 

@@ -10,13 +10,13 @@ import onnx_ir as ir
 
 from htp_export.editing.flattening import dissolved
 from htp_export.editing.function_records import DOMAIN
+from htp_export.editing.path_names import Renamed, check_style, check_tags, give_path_names
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import HoldsModel, ModelSource, load
-from htp_export.model.tensor_names import Renamed, check_style, check_tags, give_path_names
 from htp_export.reporting.columns import Column
 from htp_export.reporting.result import Table
 
