@@ -7,17 +7,24 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
+from htp_export.capabilities.view.engine_results import NamedNumbers, named_numbers
 from htp_export.capabilities.view.inventory import Inventory, take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of
 from htp_export.capabilities.view.model_explorer.application import (
     MissingApplicationError,
     application,
-    packed,
 )
 from htp_export.capabilities.view.model_explorer.graphs import drawing
 from htp_export.capabilities.view.page.document import asset, document, front_data, page_data
+from htp_export.capabilities.view.page.packing import packed
+from htp_export.capabilities.view.side_by_side import (
+    ShownFile,
+    distinct_names,
+    hashes_of,
+    page_of_files,
+)
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import FileError, InputError
 from htp_export.files.targets import Kind, check_target
@@ -45,6 +52,9 @@ _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
 Numbers = object
 """Numbers by module: a result, as of ``profile`` or ``quantize``, or a JSON file of its command."""
+
+Beside: TypeAlias = "ModelSource | tuple[ModelSource, Sequence[Numbers]]"
+"""Another file of a page, or such a file and its results."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,7 @@ def view(
     output: str | os.PathLike[str] | None = None,
     *,
     results: Sequence[Numbers] = (),
+    beside: Sequence[Beside] = (),
     measure: str | Sequence[str] = (),
     data: Data | None = None,
     dims: Mapping[str, int] | None = None,
@@ -131,6 +142,7 @@ def view(
     output: str | os.PathLike[str] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Numbers] = (),
+    beside: Sequence[Beside] = (),
     measure: str | Sequence[str] = (),
     data: Data | None = None,
     dims: Mapping[str, int] | None = None,
@@ -190,23 +202,29 @@ def view(
     kinds = measured_kinds(measure)
     if not kinds and (data not in (None, {}) or dims or shapes):
         raise InputError("data, dims and shapes are for a measurement; give measure, too")
-    measures, searches = read_results(results)
+    read = read_results(results)
     if is_torch_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
 
         model = inspect(cast(Any, model), () if args is None else args, kwargs=kwargs)
     inspected = model if isinstance(model, Inspected) else None
+    if beside:
+        if inspected is not None:
+            raise InputError("files side by side are ONNX files; export the PyTorch model first")
+        files = [(cast(ModelSource, model), tuple(results)), *map(_with_results, beside)]
+        return _side_by_side(files, path, kinds, data=data, dims=dims, shapes=shapes)
     if inspected is not None and inspected.way != "onnx" and "time" in kinds:
         raise InputError(f"times need an ONNX model, and this is the {inspected.summary}")
     tagged = load(cast(ModelSource, model)) if inspected is None else inspected.tagged
     file = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
     measurements = measured(file or tagged, tagged, kinds, data=data, dims=dims, shapes=shapes)
     if measurements:
-        measures, searches = read_results([*results, *measurements])
+        read = read_results([*results, *measurements])
     costs = next((result for result in measurements if isinstance(result, Cost)), None)
     shown = shown_graph(tagged, file, statistics=weights, costs=costs)
     graphs = [shown] if inspected is None else _graphs_of(inspected, shown)
-    page, missing = page_of([graph.with_results(measures) for graph in graphs], explorer, searches)
+    graphs = [graph.with_results(read) for graph in graphs]
+    page, missing = page_of(graphs, explorer, read.searches)
     if path is not None:
         write_text(path, page)
     inventory = graphs[0].inventory
@@ -248,6 +266,45 @@ def _arguments(
     if rest:
         raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
     return args, output
+
+
+def _with_results(beside: Beside) -> tuple[ModelSource, Sequence[Numbers]]:
+    """A file beside another one, and its results."""
+    return beside if isinstance(beside, tuple) else (beside, ())
+
+
+def _side_by_side(
+    files: Sequence[tuple[ModelSource, Sequence[Numbers]]],
+    path: Path | None,
+    kinds: Sequence[str],
+    **runs_on: Any,
+) -> View:
+    """The page of several files; nothing is written unless all of them can be read."""
+    named = [model if isinstance(model, str | os.PathLike) else "" for model, _ in files]
+    names = distinct_names([os.fspath(name) or f"model {k}" for k, name in enumerate(named, 1)])
+    read = [read_results(results) for _, results in files]
+    shown = []
+    for (model, results), name, known in zip(files, names, read, strict=True):
+        tagged = read_flat(model)
+        measurements = measured(model, tagged, kinds, **runs_on)
+        if measurements:
+            known = read_results([*results, *measurements])
+        if known.searches:
+            raise InputError(f"{name}: the page of several files does not show a search; leave it out")
+        graph = shown_graph(tagged).with_results(known)
+        structures, steps = hashes_of(tagged)
+        notes = graph.note.splitlines()
+        shown.append(ShownFile(name, graph.inventory, graph.measures, notes, structures, steps))
+    page = page_of_files(shown)
+    if path is not None:
+        write_text(path, page)
+    return View(
+        html=page,
+        path=path,
+        nodes=sum(len(file.inventory.nodes) for file in shown),
+        modules=len({row for file in shown for row in file.parents}),
+        missing="the page of several files does not have it",
+    )
 
 
 def _graphs_of(inspected: Inspected, shown: ShownGraph) -> list[ShownGraph]:
@@ -310,40 +367,70 @@ def measured(
     return results
 
 
-def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
-    """Return the measures of results, with distinct keys, and the results that are searches."""
-    measures: dict[str, Measure] = {}
+@dataclass(frozen=True)
+class ReadResults:
+    """The results for a page.
+
+    Attributes:
+        measures: Numbers by module, with distinct keys and titles.
+        named: Numbers by name, which depend on the model.
+        searches: The results that are searches.
+    """
+
+    measures: Sequence[Measure]
+    named: Sequence[NamedNumbers] = ()
+    searches: Sequence[Search] = ()
+
+
+def read_results(results: Sequence[Numbers]) -> ReadResults:
+    """Read results and their JSON files."""
+    from htp_export.capabilities.search.search_results import Search
+
+    measures: list[Measure] = []
+    named = []
     searches = []
     for result in results:
         opened = _opened(result)
-        if not isinstance(opened, list):
+        if isinstance(opened, NamedNumbers):
+            named.append(opened)
+        elif isinstance(opened, Search):
             searches.append(opened)
-            continue
-        for measure in opened:
-            key = measure.key
-            title = measure.title
-            number = 1
-            while key in measures:
-                number += 1
-                key = f"{measure.key}:{number}"
-                title = f"{measure.title} ({number})"
-            measures[key] = replace(measure, key=key, title=title)
-    return list(measures.values()), searches
+        else:
+            measures += opened
+    return ReadResults(_numbered(measures), named, searches)
 
 
-def _opened(result: Numbers) -> list[Measure] | Search:
-    """The measures of a result or of its JSON file, or the search that it is."""
+def _numbered(measures: Sequence[Measure]) -> list[Measure]:
+    """The measures with distinct keys; the titles of repeated ones have numbers."""
+    distinct: dict[str, Measure] = {}
+    for measure in measures:
+        key = measure.key
+        title = measure.title
+        number = 1
+        while key in distinct:
+            number += 1
+            key = f"{measure.key}:{number}"
+            title = f"{measure.title} ({number})"
+        distinct[key] = replace(measure, key=key, title=title)
+    return list(distinct.values())
+
+
+def _opened(result: Numbers, file: str = "numbers") -> list[Measure] | NamedNumbers | Search:
+    """The measures of a result or of its JSON file, numbers by name, or the search that it is."""
     from htp_export.capabilities.search.search_results import Search, search_from
 
     if isinstance(result, str | os.PathLike):
         try:
-            return _opened(read_json(result))
+            return _opened(read_json(result), Path(result).stem)
         except FileError:
             raise
         except InputError as error:
             raise FileError(Path(result), str(error)) from error
     search = result if isinstance(result, Search) else search_from(result)
-    return measures_of(result) if search is None else search
+    if search is not None:
+        return search
+    named = named_numbers(result, file)
+    return measures_of(result) if named is None else named
 
 
 @dataclass(frozen=True)
@@ -359,11 +446,16 @@ class ShownGraph:
     note: str = ""
     file: str = ""
 
-    def with_results(self, results: Sequence[Measure]) -> ShownGraph:
+    def with_results(self, results: ReadResults) -> ShownGraph:
         """The same graph with measures of the user, which replace its own with the same key."""
-        keys = {measure.key for measure in results}
+        matched = [named.of_model(self.inventory) for named in results.named]
+        measures = _numbered([*results.measures, *(measure for measure, _ in matched)])
+        keys = {measure.key for measure in measures}
         kept = [measure for measure in self.measures if measure.key not in keys]
-        return replace(self, measures=(*results, *kept))
+        notes = [self.note, *(note for _, note in matched)]
+        return replace(
+            self, measures=(*measures, *kept), note="\n".join(note for note in notes if note)
+        )
 
 
 @names_model_faults("model")

@@ -3,15 +3,27 @@
 // in the page, so that its size does not matter.
 (function () {
   const ROW = 28;
-  const NEAR = 300; // pixels above and below the part in sight that are drawn, too
-  const EDGES = 600; // drawn at once
   const AT_FIRST = 40; // boxes that are opened to at most, at first
   const FACTS = ["parameters", "flops", "activation_bytes"];
   const SHORT = { parameters: " par", flops: " FLOPs" };
   const byId = (id) => document.getElementById(id);
   const [graph, canvas, table, rows] = ["graph-drawing", "graph-canvas", "graph-table", "graph-rows"].map(byId);
   const [merge, listed, colour] = [byId("graph-merge"), byId("graph-list"), byId("graph-colour")];
-  const { CARD, trivial, consumers, levels, laidOut, inSight } = htp.layers;
+  // Each node lies in its owner, or in the deepest module above all of its owners.
+  function homeOf(node) {
+    const [first, ...others] = node.owners.map((path) => htp.byPath.get(path) ?? htp.root);
+    let above = first ?? htp.root;
+    for (let other of others) {
+      while (above !== other) above.depth >= other.depth ? (above = above.above) : (other = other.above);
+    }
+    return above;
+  }
+  // Nodes that compute nothing: no parameters, and costs that are known to be zero.
+  const work = ["flops", "other_flops"].map((key) => htp.columns.find((column) => column.key === key));
+  const isTrivial = (node) => !node.parameters && work.every((column) => column?.isSaid(node) && column.ofNode(node) === 0);
+  const { inputs, outputs } = htp.data;
+  const layers = htp.layersOf({ nodes: htp.nodes, modules: htp.modules, root: htp.root, inputs, outputs, homeOf, isTrivial });
+  const { trivial, consumers, levels, laidOut } = layers;
   const column = (key) => htp.columns.find((each) => each.key === key);
   const facts = FACTS.map(column).filter(Boolean);
   const columns = [...new Set([...(htp.time ? [htp.time] : []), ...facts, ...htp.columns.filter((each) => each.main && each.key !== "nodes")])];
@@ -21,7 +33,7 @@
 
   function regroup() {
     const on = merge.checked;
-    state.base ??= on ? htp.layers.merged() : null;
+    state.base ??= on ? layers.merged() : null;
     const whole = new Map();
     state.headOf = htp.nodes.map((node) => {
       const head = on ? state.base[node.id] : node;
@@ -58,7 +70,7 @@
   // What stands for an item in the drawing: itself, the node that it is merged into, or the closed module around it.
   function boxFor(item) {
     let at = item.kind === "node" ? state.headOf[item.id] : item;
-    while (at && !state.drawn.boxOf.has(at)) at = at.kind === "node" ? htp.layers.home.get(at) : at.above;
+    while (at && !state.drawn.boxOf.has(at)) at = at.kind === "node" ? layers.home.get(at) : at.above;
     return state.drawn.boxOf.get(at);
   }
   const selectedBox = () => {
@@ -74,8 +86,7 @@
     // How far down the rows up to each one reach: rows and heights grow together.
     let deepest = 0;
     state.deepest = state.order.map((box) => (deepest = Math.max(deepest, box.top)));
-    const { width, height } = state.drawn.root;
-    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+    drawing.place(state.drawn);
     rows.style.height = `${state.order.length * ROW}px`;
     table.setAttribute("aria-rowcount", state.order.length + 1);
     const shown = column(colour.value);
@@ -151,27 +162,6 @@
     return button;
   }
 
-  function svg(tag, attributes, ...children) {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-    element.append(...children);
-    return element;
-  }
-
-  // Boxes and edges between two heights.
-  function seen(top, bottom) {
-    const [boxes, paths] = [[], []];
-    (function visit(box) {
-      if (box.top > bottom || box.top + box.height < top) return;
-      boxes.push(box);
-      if (!box.lines) return;
-      const found = inSight(box, top, bottom, state.drawn.boxOf);
-      paths.push(...found.paths.slice(0, EDGES));
-      found.lines.forEach((line) => line.boxes.forEach(visit));
-    })(state.drawn.root);
-    return { boxes, paths };
-  }
-
   // What the selected item reads and what reads it, in whatever modules these are.
   function neighbours(box) {
     if (!box) return [];
@@ -193,27 +183,10 @@
     return [...pairs.values()];
   }
 
+  const drawing = htp.drawingOf(graph, canvas, { layers, card, changed: () => draw() });
   function draw() {
     if (!state.drawn || !graph.clientHeight) return;
-    const { width, height } = state.drawn.root;
-    const [top, bottom] = [Math.max(0, graph.scrollTop - NEAR), Math.min(height, graph.scrollTop + graph.clientHeight + NEAR)];
-    const { boxes, paths: edges } = seen(top, bottom);
-    const selected = selectedBox();
-    const paths = edges.slice(0, EDGES).map(({ d, ends, back }) => svg("path", { d, ...(ends ? { "marker-end": "url(#graph-arrow)" } : {}), ...(back ? { class: "back" } : {}) }));
-    const lit = neighbours(selected).map(([from, to]) => {
-      const [x, y, u, v] = [from.left + from.width / 2, from.top + from.height, to.left + to.width / 2, to.top];
-      const bend = Math.max(20, Math.abs(v - y) / 3);
-      return svg("path", { d: `M${x},${y}C${x},${y + bend} ${u},${v - bend} ${u},${v}`, class: "lit", "marker-end": "url(#graph-arrow)" });
-    });
-    const layer = (name, ...drawn) => {
-      const box = svg("svg", { class: name, viewBox: `0 ${top} ${width} ${bottom - top}`, width, height: bottom - top, "aria-hidden": "true" }, ...drawn);
-      box.style.top = `${top}px`;
-      return box;
-    };
-    const arrow = svg("marker", { id: "graph-arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0,0L8,4L0,8Z" }));
-    // Open modules below, then the edges, then cards, so that edges pass behind these.
-    const [opened, closed] = [boxes.filter((box) => box.lines), boxes.filter((box) => !box.lines)];
-    canvas.replaceChildren(...opened.map(card), layer("edges", svg("defs", {}, arrow), ...paths), layer("edges over", ...lit), ...closed.map(card));
+    drawing.draw(neighbours(selectedBox()));
     drawRows();
     drawSight();
   }
@@ -268,15 +241,12 @@
 
   // Bring a box into sight in both, where it is not.
   function reach(box) {
-    const [left, top] = [box.left + canvas.offsetLeft, box.top + canvas.offsetTop];
-    const room = graph.clientHeight - CARD.height;
-    if (top < graph.scrollTop || top > graph.scrollTop + room) scrollTo(graph, top - room / 2);
-    if (left < graph.scrollLeft || left + CARD.width > graph.scrollLeft + graph.clientWidth) graph.scrollLeft = left + CARD.width / 2 - graph.clientWidth / 2;
+    drawing.reach(box, scrollTo);
     const y = box.row * ROW;
     if (y < table.scrollTop || y + 2 * ROW > table.scrollTop + table.clientHeight) scrollTo(table, y - (table.clientHeight - 2 * ROW) / 2);
   }
 
-  const [drawOverview, drawSight] = htp.overview(byId("graph-overview"), graph, { drawn: () => state.drawn, fill });
+  const [drawOverview, drawSight] = htp.overview(byId("graph-overview"), graph, { drawn: () => state.drawn, zoom: () => drawing.scale, fill });
 
   // --- what users do
 
@@ -294,11 +264,11 @@
   // An item keeps its height on the screen while what is above it changes.
   function kept(item, change) {
     const before = state.drawn?.boxOf.get(item);
-    const offset = before ? before.top - graph.scrollTop : 0;
+    const offset = before ? before.top * drawing.scale - graph.scrollTop : 0;
     change();
     arrange();
     const after = state.drawn.boxOf.get(item);
-    if (before && after) graph.scrollTop = after.top - offset;
+    if (before && after) graph.scrollTop = after.top * drawing.scale - offset;
     draw();
   }
   function toggle(item, open = !state.open.has(item)) {
@@ -314,7 +284,7 @@
     });
     if (shown) choose(boxFor(item.members[0]));
   }
-  const above = (item) => (item.kind === "node" ? htp.layers.home.get(item) : item.above);
+  const above = (item) => (item.kind === "node" ? layers.home.get(item) : item.above);
   function reveal(item, alone = true) {
     if (!state.drawn) return;
     for (let at = alone && item.kind === "module" ? item : above(item); at; at = at.above) {

@@ -1,6 +1,8 @@
 "use strict";
-// The graph by module: what stands in each module, how it is connected there, and where it is drawn.
-(function () {
+// The graph by module: what stands in each module, how it is connected there, and where it is drawn. A model has `nodes`,
+// `modules`, the `root` of these, `inputs` and `outputs` as [name, type], and tells the module that a node lies in (`homeOf`)
+// and whether the node computes nothing (`isTrivial`).
+htp.layersOf = function ({ nodes, modules, root, inputs, outputs, homeOf, isTrivial = () => false }) {
   const CARD = { width: 216, height: 44 };
   const GAP = { x: 14, y: 24 };
   const PAD = 12;
@@ -8,53 +10,42 @@
   const LANES = 12; // of more, some are drawn on top of others
   const ACROSS = 8; // cards beside each other; of more, there are several lines
 
-  // Each node lies in its owner, or in the deepest module above all of its owners.
-  const home = new Map(htp.nodes.map((node) => {
-    const [first, ...others] = node.owners.map((path) => htp.byPath.get(path) ?? htp.root);
-    let above = first ?? htp.root;
-    for (let other of others) {
-      while (above !== other) above.depth >= other.depth ? (above = above.above) : (other = other.above);
-    }
-    return [node, above];
-  }));
-  const consumers = htp.nodes.map(() => new Set());
-  for (const node of htp.nodes) for (const [, from] of node.inputs) if (from !== null) consumers[from].add(node);
-  const makers = new Map(htp.nodes.flatMap((node) => node.outputs.map(([name]) => [name, node])));
+  const home = new Map(nodes.map((node) => [node, homeOf(node)]));
+  const consumers = nodes.map(() => new Set());
+  for (const node of nodes) for (const [, from] of node.inputs) if (from !== null) consumers[from].add(node);
+  const makers = new Map(nodes.flatMap((node) => node.outputs.map(([name]) => [name, node])));
   const end = (word) => ([name, type]) => ({ kind: "end", word, name, type, label: `${word} ${name}` });
-  const ends = { inputs: htp.data.inputs.map(end("in")), outputs: htp.data.outputs.map(end("out")) };
-  const containerOf = (item) => (item.kind === "node" ? home.get(item) : item.kind === "module" ? item.above : htp.root);
+  const ends = { inputs: inputs.map(end("in")), outputs: outputs.map(end("out")) };
+  const containerOf = (item) => (item.kind === "node" ? home.get(item) : item.kind === "module" ? item.above : root);
 
-  // Nodes that compute nothing: no parameters, and costs that are known to be zero.
-  const work = ["flops", "other_flops"].map((key) => htp.columns.find((column) => column.key === key));
-  const idle = (node) => !node.parameters && work.every((column) => column?.isSaid(node) && column.ofNode(node) === 0);
-  const trivial = htp.nodes.map(idle);
+  const trivial = nodes.map(isTrivial);
 
   // Trivial nodes as part of a neighbour in the same module: of the producer of all that they read, else of the only
   // consumer of what they make. No other path joins the two then, so that the graph stays without cycles. Returns the
   // node that each node is a part of.
   function merged() {
-    const head = htp.nodes.map((_, id) => id);
-    const parts = htp.nodes.map((node) => [node]);
+    const head = nodes.map((_, id) => id);
+    const parts = nodes.map((node) => [node]);
     const find = (id) => {
       while (head[id] !== id) id = head[id] = head[head[id]];
       return id;
     };
     function join(id, neighbours) {
       const [into, other] = new Set(neighbours.map(find).filter((each) => each !== id));
-      if (into === undefined || other !== undefined || home.get(htp.nodes[into]) !== home.get(htp.nodes[id])) return;
+      if (into === undefined || other !== undefined || home.get(nodes[into]) !== home.get(nodes[id])) return;
       head[id] = into;
       parts[into].push(...parts[id]);
     }
-    trivial.forEach((is, id) => is && join(id, htp.nodes[id].inputs.map(([, from]) => from).filter((from) => from !== null)));
+    trivial.forEach((is, id) => is && join(id, nodes[id].inputs.map(([, from]) => from).filter((from) => from !== null)));
     for (let id = head.length - 1; id >= 0; id--) {
       if (trivial[id] && head[id] === id) join(id, parts[id].flatMap((node) => [...consumers[node.id]].map((reader) => reader.id)));
     }
-    return htp.nodes.map((_, id) => htp.nodes[find(id)]);
+    return nodes.map((_, id) => nodes[find(id)]);
   }
 
   // What stands in each module, and the edges between these. `headOf` has the node that each node is drawn in.
   function levels(headOf) {
-    const found = new Map(htp.modules.map((module) => [module, { items: new Set(), next: new Map(), entries: new Set(), exits: new Set() }]));
+    const found = new Map(modules.map((module) => [module, { items: new Set(), next: new Map(), entries: new Set(), exits: new Set() }]));
     function link(from, to) {
       let [a, b] = [from, to];
       let [left, right] = [containerOf(a), containerOf(b)];
@@ -72,20 +63,20 @@
       if (!next.has(a)) next.set(a, new Set());
       next.get(a).add(b);
     }
-    const inputs = new Map(ends.inputs.map((input) => [input.name, input]));
-    for (const input of ends.inputs) found.get(htp.root).items.add(input);
-    for (const node of htp.nodes) {
+    const entering = new Map(ends.inputs.map((input) => [input.name, input]));
+    for (const input of ends.inputs) found.get(root).items.add(input);
+    for (const node of nodes) {
       const drawn = headOf[node.id];
       for (let item = drawn, above = home.get(drawn); above && !found.get(above).items.has(item); [item, above] = [above, above.above]) found.get(above).items.add(item);
       for (const [name, from] of node.inputs) {
-        const source = from === null ? inputs.get(name) : headOf[from];
+        const source = from === null ? entering.get(name) : headOf[from];
         if (source && source !== drawn) link(source, drawn);
       }
     }
     for (const output of ends.outputs) {
-      found.get(htp.root).items.add(output);
+      found.get(root).items.add(output);
       const maker = makers.get(output.name);
-      const source = maker ? headOf[maker.id] : inputs.get(output.name);
+      const source = maker ? headOf[maker.id] : entering.get(output.name);
       if (source) link(source, output);
     }
     return found;
@@ -233,17 +224,17 @@
   }
 
   // All boxes, each after the one around it, with their places in the whole drawing.
-  function laidOut(found, open, apart) {
-    const root = boxOf(htp.root, found, open, apart);
+  function laidOut(found, open, apart, top = root) {
+    const whole = boxOf(top, found, open, apart);
     const boxes = [];
-    const pending = [[root, 0, 0, 0, null]];
+    const pending = [[whole, 0, 0, 0, null]];
     while (pending.length) {
       const [box, left, top, depth, around] = pending.pop();
       Object.assign(box, { left, top, depth, around });
       boxes.push(box);
       for (const child of (box.lines ?? []).flatMap((line) => line.boxes).reverse()) pending.push([child, left + child.x, top + child.y, depth + 1, box]);
     }
-    return { root, boxes, boxOf: new Map(boxes.flatMap((box) => [box.item, ...(box.item.members ?? [])].map((item) => [item, box]))) };
+    return { root: whole, boxes, boxOf: new Map(boxes.flatMap((box) => [box.item, ...(box.item.members ?? [])].map((item) => [item, box]))) };
   }
 
   // The edges of an open module between two heights, as paths, and the first and last of its lines that are in sight.
@@ -294,5 +285,5 @@
     return { lines: lines.slice(first, last + 1), paths };
   }
 
-  htp.layers = { CARD, home, consumers, trivial, merged, levels, laidOut, inSight };
-})();
+  return { CARD, home, consumers, trivial, merged, levels, laidOut, inSight };
+};
