@@ -21,7 +21,10 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.reporting.command_words import in_both
 from htp_export.reporting.tables import drawn_parents
 
-SCRIPTS = ("sizes.js", "reasons.js", "packed.js", "layers.js", "pair.js", "together.js")
+SCRIPTS = (
+    *("base.js", "packed.js", "sizes.js", "reasons.js", "layers.js", "drawing.js"),
+    *("pair.js", "together.js"),
+)
 """The scripts of the page of several files, in execution order."""
 
 
@@ -102,8 +105,11 @@ def distinct_names(files: Sequence[str]) -> list[str]:
     return names
 
 
-def page_of_files(files: Sequence[ShownFile]) -> str:
-    """Build the page; the others are compared with the first file until the reader chooses another."""
+def page_of_files(files: Sequence[ShownFile]) -> tuple[str, int]:
+    """Build the page, and count its rows.
+
+    All files are compared with the first one until the reader chooses another.
+    """
     rows = _Rows(files)
     words = _Numbers()
     paths = list(rows.places)
@@ -122,7 +128,7 @@ def page_of_files(files: Sequence[ShownFile]) -> str:
         "words": list(words.places),
     }
     title = " · ".join(file.name for file in files)
-    return document(
+    page = document(
         title,
         data,
         packed={"content": packed(content)},
@@ -130,6 +136,7 @@ def page_of_files(files: Sequence[ShownFile]) -> str:
         style=("page.css", "together.css"),
         scripts=SCRIPTS,
     )
+    return page, len(paths)
 
 
 class _Numbers:

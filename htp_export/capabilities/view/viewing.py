@@ -295,15 +295,14 @@ def _side_by_side(
         structures, steps = hashes_of(tagged)
         notes = graph.note.splitlines()
         shown.append(ShownFile(name, graph.inventory, graph.measures, notes, structures, steps))
-    page = page_of_files(shown)
+    page, modules = page_of_files(shown)
     if path is not None:
         write_text(path, page)
     return View(
         html=page,
         path=path,
         nodes=sum(len(file.inventory.nodes) for file in shown),
-        modules=len({row for file in shown for row in file.parents}),
-        missing="the page of several files does not have it",
+        modules=modules,
     )
 
 
