@@ -27,6 +27,9 @@ SCRIPTS = (
 )
 """The scripts of the page of several files, in execution order."""
 
+COSTS = ("flops", "other_flops", "activation_bytes")
+"""Measures of every graph of a page, if its costs are known."""
+
 
 @dataclass(frozen=True)
 class ShownFile:
@@ -195,12 +198,12 @@ def _from_the_top(above: Mapping[str, str | None]) -> Iterator[str]:
 
 
 def _distinct_measures(files: Iterable[ShownFile]) -> list[Measure]:
-    """The measures of all files, each key once; the main ones first."""
+    """The measures of all files, each key once: the main ones first, those of every file last."""
     measures: dict[str, Measure] = {}
     for file in files:
         for measure in file.measures:
             measures.setdefault(measure.key, measure)
-    return sorted(measures.values(), key=lambda measure: not measure.main)
+    return sorted(measures.values(), key=lambda each: (not each.main, each.key in COSTS))
 
 
 def _head(file: ShownFile) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from htp_export.capabilities.view.model_explorer.graphs import drawing
 from htp_export.capabilities.view.page.document import asset, document, front_data, page_data
 from htp_export.capabilities.view.page.packing import packed
 from htp_export.capabilities.view.side_by_side import (
+    COSTS,
     ShownFile,
     distinct_names,
     hashes_of,
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from htp_export.capabilities.search.search_results import Search
     from htp_export.costs.result import Cost
 
-# Measures of every graph of a page, if its costs are known.
-_COSTS = ("flops", "other_flops", "activation_bytes")
 _MEASURED = ("time", "cost")
 _MOST_NODES = 20_000  # with Model Explorer: a page of 100,000 nodes has 40 MB
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
@@ -472,7 +471,7 @@ def shown_graph(
         return ShownGraph(
             inventory, note=f"FLOPs and activations are not known: {error}", file=file
         )
-    measures = tuple(measure for measure in measures_of(costs) if measure.key in _COSTS)
+    measures = tuple(measure for measure in measures_of(costs) if measure.key in COSTS)
     note = f"FLOPs and activations: {', '.join(costs.assumed)}." if costs.assumed else ""
     return ShownGraph(inventory, measures, note=note, file=file)
 
