@@ -330,3 +330,85 @@ def test_alike_modules_with_others_between_them_are_drawn_each(page, tmp_path):
     open_graph(page, tmp_path / "around.html")
     assert [label for label in labels(page) if label.startswith("h.")] == ["h.0", "h.1"]
     assert page.run("document.querySelectorAll('#graph-canvas .back').length") == 0
+
+
+class Cached(torch.nn.Module):
+    """Blocks, each of which reads a tensor of a cache and returns a new one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.h = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor, past: list[torch.Tensor]) -> list[torch.Tensor]:
+        present = []
+        for block, before in zip(self.h, past, strict=True):
+            present.append(block(x) * before)
+            x = torch.relu(present[-1])
+        return [x, *present]
+
+
+class Around(Holding, body=Cached(10)):
+    def forward(self, x: torch.Tensor, past: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self.body(x, past)
+
+
+def cached(model: torch.nn.Module, count: int, folder: Path) -> Path:
+    args = (torch.randn(2, 8), [torch.randn(2, 8) for _ in range(count)])
+    names = [f"present.{k}.a_key_with_a_very_long_name" for k in range(count)]
+    htp_export.export(
+        model.eval(),
+        args,
+        folder / "net.onnx",
+        verbose=False,
+        input_names=["x", *(f"past.{k}.key" for k in range(count))],
+        output_names=["y", *names],
+    )
+    htp_export.view(folder / "net.onnx", folder / "net.html", explorer=False)
+    return folder / "net.html"
+
+
+def test_the_inputs_and_outputs_of_a_cache_are_one_card_each(page, tmp_path):
+    open_graph(page, cached(Around(), 10, tmp_path))
+    drawn = labels(page)
+    assert [label for label in drawn if label.startswith("in ")] == ["in x", "in past.0…9.key"]
+    outputs = sorted(label for label in drawn if label.startswith("out "))
+    assert outputs == ["out present.0…9.a_key_with_a_very_long_name", "out y"]
+    scroll(page, "graph-drawing", "1e6")
+    titles = page.run(
+        "Object.fromEntries([...document.querySelectorAll('#graph-canvas .card.end')].map((card) => "
+        "[card.title, card.querySelector('.label').textContent]))"
+    )
+    # The middle is cut, and the whole name is the title.
+    assert titles["present.0…9.a_key_with_a_very_long_name"] == "out presen…y_long_name"
+    types = page.run("htp.graph.state.order.filter(({ item }) => item.kind === 'end').map(({ item }) => item.type)")
+    assert sorted(types) == ["10 × float32[2, 8]", "10 × float32[2, 8]", "float32[2, 8]", "float32[2, 8]"]  # noqa: RUF001 - "times"
+    # What leaves a module goes down in one lane.
+    lanes = page.run(
+        "htp.graph.state.found.get(htp.byPath.get('body')).edges.trunks.filter(({ leaves }) => leaves).map(({ lane }) => lane)"
+    )
+    assert len(lanes) == 9  # the last one is on the last line
+    assert len(set(lanes)) == 1
+
+
+def test_few_inputs_are_drawn_each_whatever_their_names(page, tmp_path):
+    open_graph(page, cached(Cached(3), 3, tmp_path))
+    drawn = labels(page)
+    assert [label for label in drawn if label.startswith("in ")] == [
+        "in x", "in past.0.key", "in past.1.key", "in past.2.key",
+    ]  # fmt: skip
+
+
+def test_classes_have_different_colours_as_far_as_there_are_colours(page, net):
+    start(page, net[0])
+    found = page.run(
+        "(() => { const torch = ['Conv2d', 'Sequential', 'Linear', 'ReLU', 'GELU', 'Dropout', 'LayerNorm', 'BatchNorm2d', 'Embedding', 'Tanh'].map((name) => `torch.nn.${name}`);"
+        "const names = [...torch, 'a.Mine', 'a.Other']; const colour = htp.colours.assigned(names, (name) => name.startsWith('torch.'));"
+        "return names.map(colour); })()"
+    )
+    assert len(set(found)) == 12
+    # Of more names than colours, neighbours differ.
+    near = page.run(
+        "(() => { const names = [...Array(40).keys()].map((k) => `a.Class${k}`); const next = (name) => [1, -1].map((by) => `Class${Number(name.slice(5)) + by}`);"
+        "const colour = htp.colours.assigned(names, undefined, next); return names.map(colour); })()"
+    )
+    assert all(one != other for one, other in zip(near, near[1:], strict=False))

@@ -34,3 +34,9 @@ function trim(value) {
 htp.exact = (value, unit = "") =>
   value === null ? "" : `${value.toLocaleString("en", { maximumSignificantDigits: 12 })}${unit ? ` ${unit}` : ""}`;
 htp.simple = (className) => className.slice(className.lastIndexOf(".") + 1);
+// A long name without its middle: its end tells it from others.
+htp.cut = function (name, most) {
+  if (name.length <= most) return name;
+  const end = Math.ceil((most - 1) * 0.6);
+  return `${name.slice(0, most - 1 - end)}…${name.slice(-end)}`;
+};

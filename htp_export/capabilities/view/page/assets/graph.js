@@ -3,7 +3,8 @@
 // in the page, so that its size does not matter.
 (function () {
   const ROW = 28;
-  const AT_FIRST = 40; // boxes that are opened to at most, at first
+  const AT_FIRST = 40; // boxes that are opened to at most, at first, without inputs and outputs
+  const AT_MOST = 120; // the same, down to modules that are drawn as one
   const FACTS = ["parameters", "flops", "activation_bytes"];
   const SHORT = { parameters: " par", flops: " FLOPs" };
   const byId = (id) => document.getElementById(id);
@@ -105,10 +106,18 @@
 
   // --- the graph
 
+  // Letters of a name that fit on a card beside what stands before it.
+  const LETTER = 7.3; // pixels, of names; those of operators are narrower
+  function roomFor(item) {
+    const before = item.kind === "node" ? 7 * item.op.length + 18 : folds(item) ? 16 : 0;
+    const after = apartButton(item) ? 44 : 0;
+    return Math.max(6, Math.floor((layers.CARD.width - 18 - before - after) / LETTER));
+  }
+
   function card(box) {
     const { item } = box;
     const open = Boolean(box.lines);
-    const label = labelOf(item);
+    const label = open ? labelOf(item) : htp.cut(labelOf(item), roomFor(item));
     const shown = column(colour.value);
     const numbers = [...(shown && !facts.includes(shown) ? [shown] : []), ...facts].filter((each) => (each.named ? text(item, each) : valueOf(item, each))).map((each) => [each, text(item, each) + (SHORT[each.key] ?? "")]);
     const head = htp.make("div", { className: "head" },
@@ -359,9 +368,9 @@
     let level = [htp.root];
     let count = 1;
     while (level.length) {
-      const inside = level.flatMap((module) => [...state.found.get(module).items]).filter((item) => !item.run || item.run.fold.members[0] === item);
+      const inside = level.flatMap((module) => [...state.found.get(module).items]).filter((item) => item.kind !== "end" && (!item.run || item.run.fold.members[0] === item));
       count += inside.length;
-      if (count > AT_FIRST && level[0] !== htp.root) break;
+      if (count > (level.some((module) => holding.has(module)) ? AT_MOST : AT_FIRST) && level[0] !== htp.root) break;
       level.forEach((module) => state.open.add(module));
       level = inside.filter((item) => item.kind === "module" && !item.run && (!holding.size || holding.has(item)));
     }

@@ -14,11 +14,37 @@ htp.layersOf = function ({ nodes, modules, root, inputs, outputs, homeOf, isTriv
   const consumers = nodes.map(() => new Set());
   for (const node of nodes) for (const [, from] of node.inputs) if (from !== null) consumers[from].add(node);
   const makers = new Map(nodes.flatMap((node) => node.outputs.map(([name]) => [name, node])));
-  const end = (word) => ([name, type]) => ({ kind: "end", word, name, type, label: `${word} ${name}` });
-  const ends = { inputs: inputs.map(end("in")), outputs: outputs.map(end("out")) };
+  const ends = { inputs: gathered("in", inputs), outputs: gathered("out", outputs) };
   const containerOf = (item) => (item.kind === "node" ? home.get(item) : item.kind === "module" ? item.above : root);
 
   const trivial = nodes.map(isTrivial);
+
+  // Inputs or outputs as items. If they fill more than a line, those whose names differ in numbers alone, such as those of
+  // a cache, are one.
+  function gathered(word, tensors) {
+    const alike = new Map();
+    for (const tensor of tensors) {
+      const pattern = tensor[0].replace(/\d+/g, "#");
+      alike.set(pattern, [...(alike.get(pattern) ?? []), tensor]);
+    }
+    const item = (name, type, members) => ({ kind: "end", word, name, type, label: `${word} ${name}`, members });
+    return [...alike.values()].flatMap((members) => {
+      if (members.length < 2 || tensors.length <= ACROSS) return members.map((tensor) => item(...tensor, [tensor]));
+      const types = [...new Set(members.map(([, type]) => type))];
+      return [item(rangeOf(members.map(([name]) => name)), `${members.length} × ${types.length > 1 ? `${types.length} types` : types[0]}`, members)];
+    });
+  }
+  // Names that differ in numbers as one: "past.0…11.key".
+  function rangeOf(names) {
+    const numbers = names.map((name) => name.match(/\d+/g).map(Number));
+    let k = 0;
+    return names[0].replace(/\d+/g, (number) => {
+      const values = numbers.map((each) => each[k]);
+      k++;
+      const [least, most] = [Math.min(...values), Math.max(...values)];
+      return least === most ? number : `${least}…${most}`;
+    });
+  }
 
   // Trivial nodes as part of a neighbour in the same module: of the producer of all that they read, else of the only
   // consumer of what they make. No other path joins the two then, so that the graph stays without cycles. Returns the
@@ -63,7 +89,7 @@ htp.layersOf = function ({ nodes, modules, root, inputs, outputs, homeOf, isTriv
       if (!next.has(a)) next.set(a, new Set());
       next.get(a).add(b);
     }
-    const entering = new Map(ends.inputs.map((input) => [input.name, input]));
+    const entering = new Map(ends.inputs.flatMap((input) => input.members.map(([name]) => [name, input])));
     for (const input of ends.inputs) found.get(root).items.add(input);
     for (const node of nodes) {
       const drawn = headOf[node.id];
@@ -75,9 +101,11 @@ htp.layersOf = function ({ nodes, modules, root, inputs, outputs, homeOf, isTriv
     }
     for (const output of ends.outputs) {
       found.get(root).items.add(output);
-      const maker = makers.get(output.name);
-      const source = maker ? headOf[maker.id] : entering.get(output.name);
-      if (source) link(source, output);
+      for (const [name] of output.members) {
+        const maker = makers.get(name);
+        const source = maker ? headOf[maker.id] : entering.get(name);
+        if (source) link(source, output);
+      }
     }
     return found;
   }
@@ -159,20 +187,21 @@ htp.layersOf = function ({ nodes, modules, root, inputs, outputs, homeOf, isTriv
 
   // The edges of a module by line, so that those in sight are found without the others. An edge to the next line is
   // `direct`. Others leave their line at `starts`, pass by at the left along the `trunk` of their producer, and arrive at
-  // `ends`. Before the first line is the top of the module, after the last one its bottom; there, an end is null.
+  // `ends`. All that leave the module have trunks in one lane, since they arrive at one place. Before the first line is the top of the module, after the last one its bottom; there, an end is null.
   function edgesOf(level) {
     const lineOf = new Map(level.lines.flatMap((line, k) => line.map((item) => [item, k])));
     const count = level.lines.length;
     const [direct, starts, ends] = [0, 1, 2].map(() => Array.from({ length: count + 2 }, () => []));
-    const trunks = new Map();
+    const [trunks, leaving] = [new Map(), new Map()];
     function add(from, to) {
       const [start, stop] = [from ? lineOf.get(from) : -1, to ? lineOf.get(to) : count];
       if (stop === start + 1) return direct[start + 1].push({ from, to });
-      if (!trunks.has(from)) {
-        trunks.set(from, { from, start: start + 1, first: stop, last: stop });
-        starts[start + 1].push(trunks.get(from));
+      const known = to ? trunks : leaving;
+      if (!known.has(from)) {
+        known.set(from, { from, start: start + 1, first: stop, last: stop, leaves: !to });
+        starts[start + 1].push(known.get(from));
       }
-      const trunk = trunks.get(from);
+      const trunk = known.get(from);
       trunk.first = Math.min(trunk.first, stop);
       trunk.last = Math.max(trunk.last, stop);
       ends[stop + 1].push({ to, trunk, back: stop <= start });
@@ -182,13 +211,16 @@ htp.layersOf = function ({ nodes, modules, root, inputs, outputs, homeOf, isTriv
     for (const from of level.exits) add(from, null);
     const ending = [];
     const from = ({ start, first }) => Math.min(start, first);
-    for (const trunk of [...trunks.values()].sort((a, b) => from(a) - from(b))) {
-      let lane = ending.findIndex((last) => last < from(trunk));
+    const all = [...trunks.values(), ...leaving.values()];
+    let laneOut = -1;
+    for (const trunk of all.sort((a, b) => from(a) - from(b))) {
+      let lane = trunk.leaves ? laneOut : ending.findIndex((last) => last < from(trunk));
       if (lane < 0) lane = ending.length < LANES ? ending.length : LANES - 1;
-      ending[lane] = Math.max(ending[lane] ?? 0, trunk.start, trunk.last);
+      if (trunk.leaves) laneOut = lane;
+      ending[lane] = trunk.leaves ? count : Math.max(ending[lane] ?? 0, trunk.start, trunk.last);
       trunk.lane = lane;
     }
-    return { direct, starts, ends, trunks: [...trunks.values()], lanes: ending.length };
+    return { direct, starts, ends, trunks: all, lanes: ending.length };
   }
 
   // A module or node with its size; an open module with what stands in it, and where. Of several modules that are drawn as

@@ -155,13 +155,13 @@
       const isGroup = group.length > 1;
       const [label, below] = isGroup ? [`${group.length} equal nodes`, counted(group)]
         : item.kind === "node" ? [item.name, item.type]
-          : item.kind === "module" ? [item.label, `${side.file.nodesOf(item.row)} nodes`] : [item.label, item.type];
+          : item.kind === "module" ? [item.label, `${side.file.nodesOf(item.row)} node${side.file.nodesOf(item.row) === 1 ? "" : "s"}`] : [item.label, item.type];
       const folds = item.kind === "module" && side.found.get(item).items.size > 0;
       const status = statusOf(side, item);
       const head = htp.make("div", { className: "head" },
         folds ? htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: "▶" }) : null,
         item.kind === "node" && !isGroup ? htp.make("span", { className: "chip", textContent: item.op }) : null,
-        htp.make("span", { className: "label path", textContent: label }),
+        htp.make("span", { className: "label path", textContent: htp.cut(label, item.kind === "node" && !isGroup ? Math.max(6, 26 - item.op.length) : 27) }),
         item.class ? htp.make("span", { className: "kind", textContent: htp.simple(item.class) }) : null);
       const isChosen = state.chosen && (state.chosen === item || chosenIn(side) === item);
       const element = htp.make("div", { className: `card ${item.kind} ${status}${isGroup ? " group" : ""}${open ? " open" : ""}${isChosen ? " selected" : ""}`, title: isGroup ? below : item.path ?? item.name ?? "" },
