@@ -379,7 +379,7 @@ def test_the_inputs_and_outputs_of_a_cache_are_one_card_each(page, tmp_path):
         "[card.title, card.querySelector('.label').textContent]))"
     )
     # The middle is cut, and the whole name is the title.
-    assert titles["present.0…9.a_key_with_a_very_long_name"] == "out presen…y_long_name"
+    assert titles["present.0…9.a_key_with_a_very_long_name"] == "out presen…a_very_long_name"
     types = page.run("htp.graph.state.order.filter(({ item }) => item.kind === 'end').map(({ item }) => item.type)")
     assert sorted(types) == ["10 × float32[2, 8]", "10 × float32[2, 8]", "float32[2, 8]", "float32[2, 8]"]  # noqa: RUF001 - "times"
     # What leaves a module goes down in one lane.
@@ -412,3 +412,81 @@ def test_classes_have_different_colours_as_far_as_there_are_colours(page, net):
         "const colour = htp.colours.assigned(names, undefined, next); return names.map(colour); })()"
     )
     assert all(one != other for one, other in zip(near, near[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("word", "ends", "operators"),
+    [
+        ("x", ["x"], None),
+        ("head.weight", [], ["Transpose", "MatMul", "Gemm"]),
+        ("layer.0.query.bias", [], ["Add", "Gemm", "MatMul"]),
+    ],
+)
+def test_the_search_of_the_graph_finds_inputs_and_parameters(page, net, word, ends, operators):
+    open_graph(page, net[0])
+    page.run(
+        f"sought = document.getElementById('graph-search'), sought.value = {json.dumps(word)}, sought.oninput(), sought.focus()"
+    )
+    page.press("Enter")
+    if ends:
+        assert page.run("htp.graph.state.marked.name") == ends[0]
+        assert page.run("document.querySelector('#graph-canvas .card.found').title") == ends[0]
+        return
+    assert page.run("htp.selected.op") in operators
+    assert page.run(f"htp.selected.inputs.some(([name]) => name.endsWith({json.dumps(word)}))")
+    assert page.run("document.querySelector('#graph-canvas .card.selected').title === htp.selected.name")
+    assert page.run("document.getElementById('graph-found').textContent").startswith("1 of ")
+
+
+def test_what_is_selected_keeps_its_place_while_the_zoom_changes(page, net):
+    open_graph(page, net[0], table=False)
+    press_switch(page, "graph-unfold")
+    page.run("htp.select(htp.nodes.at(-1))")
+    card = "document.querySelector('#graph-canvas .card.selected')"
+    x, y, width, _ = box(page, card)
+    click(page, "document.getElementById('graph-in')")
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    left, top, wide, _ = box(page, card)
+    assert wide == pytest.approx(1.25 * width, abs=2)
+    assert left + wide / 2 == pytest.approx(x + width / 2, abs=120)  # unless it is at an edge
+    view = box(page, "document.getElementById('graph-drawing')")
+    assert view[1] <= top <= view[1] + view[3]
+    page.run("document.getElementById('graph-drawing').focus()")
+    page.press("0")
+    whole = box(page, "document.getElementById('graph-canvas')")
+    assert whole[2] <= view[2]
+    assert whole[3] <= view[3]
+    assert page.run("document.querySelectorAll('#graph-canvas .card.selected').length") == 1
+    page.press("0")
+    assert box(page, card)[2] == pytest.approx(width)
+
+
+def test_a_drag_moves_the_graph_and_selects_nothing(page, net):
+    open_graph(page, net[0], table=False)
+    press_switch(page, "graph-unfold")
+    page.run("htp.select(htp.byPath.get('head')), document.getElementById('graph-drawing').scrollTop = 200")
+    left, top, width, height = box(page, "document.getElementById('graph-drawing')")
+    before = page.run("document.getElementById('graph-drawing').scrollTop")
+    x, y = left + width / 2, top + height / 2
+    for kind, by in (("mousePressed", 0), ("mouseMoved", 60), ("mouseReleased", 60)):
+        event = {"type": kind, "x": x, "y": y - by, "button": "left", "buttons": 1, "clickCount": 1}
+        page._send("Input.dispatchMouseEvent", event)
+    assert page.run("document.getElementById('graph-drawing').scrollTop") == before + 60
+    assert page.run("htp.selected.path") == "head"
+
+
+def test_a_picture_has_the_cards_and_lines_that_are_seen(page, net):
+    open_graph(page, net[0], table=False)
+    drawing = "document.getElementById('graph-drawing')"
+    svg = page.run(f"htp.picture.svgOf({drawing})")
+    seen = page.run(
+        f"(() => {{ const area = {drawing}.getBoundingClientRect(); return [...document.querySelectorAll('#graph-canvas .card .label')]"
+        ".filter((it) => { const { top, bottom } = it.getBoundingClientRect(); return top > area.top && bottom < area.bottom; }).map((it) => it.textContent); })()"
+    )
+    assert len(seen) > 3
+    assert all(f">{label}</text>" in svg for label in seen)
+    assert svg.count("<path") >= paths_drawn(page) > 0
+    pixels = page.run(
+        f"htp.picture.pngOf({drawing}).then(createImageBitmap).then(({{ width, height }}) => [width, height])"
+    )
+    assert pixels == page.run(f"[2 * {drawing}.clientWidth, 2 * {drawing}.clientHeight]")

@@ -166,7 +166,8 @@ def view_command(
         }
 
     if serve:
-        _serve(draw, port, as_json)
+        is_one_file = model.is_file and not further
+        _serve(draw, Path(str(model.source)) if is_one_file else None, port, as_json)
         return
     if (overlay or netron) and not model.is_file:
         raise InputError(
@@ -281,10 +282,16 @@ def _sidecar(
 
 
 def _serve(
-    draw: Callable[[Path | None], tuple[View, dict[str, Any]]], port: int, as_json: bool
+    draw: Callable[[Path | None], tuple[View, dict[str, Any]]],
+    file: Path | None,
+    port: int,
+    as_json: bool,
 ) -> None:
-    """Draw the page and serve it until Ctrl-C."""
+    """Draw the page and serve it until Ctrl-C; with a file, also the values of its tensors."""
+    from htp_export.capabilities.view.page.document import served
     from htp_export.capabilities.view.page.server import PageServer
+    from htp_export.capabilities.view.tensor_values import TensorValues
+    from htp_export.editing.flattening import read_flat
 
     with PageServer(port) as server:  # before the work: the port may be in use
         shown, facts = draw(None)
@@ -294,5 +301,6 @@ def _serve(
             _show_counts(shown)
             typer.echo(f"{server.url}\nCtrl-C ends it")
         sys.stdout.flush()  # a parent process waits for the address
-        server.run(shown.html)
+        values = None if file is None else TensorValues(read_flat(file))
+        server.run(shown.html if values is None else served(shown.html), values)
         accept_interrupt()

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 SCRIPTS = (
     *("base.js", "packed.js", "sizes.js", "reasons.js", "model.js", "colours.js", "search.js"),
-    *("table.js", "details.js", "map.js", "layers.js", "drawing.js", "follow.js", "graph.js"),
-    *("front.js", "explorer.js", "main.js"),
+    *("table.js", "details.js", "map.js", "layers.js", "drawing.js", "picture.js"),
+    *("follow.js", "graph.js", "front.js", "explorer.js", "main.js"),
 )
 """The scripts of the page of a model, in execution order."""
 
@@ -81,6 +81,12 @@ def document(
         "scripts": "\n".join(f"<script>{source}</script>" for source in sources),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place.group(1)], asset(template))
+
+
+def served(page: str) -> str:
+    """A page for a server of this machine, which may ask it for the values of tensors."""
+    allowed = page.replace("default-src 'none'; ", "default-src 'none'; connect-src 'self'; ", 1)
+    return allowed.replace("<html ", '<html data-served="yes" ', 1)
 
 
 def _data_element(kind: str, identifier: str, text: str) -> str:
@@ -142,6 +148,7 @@ def page_data(
         "modules": modules,
         "nodes": [_node(node) for node in inventory.nodes],
         "types": {tensor.name: tensor.type for tensor in typed if tensor.type},
+        "recipes": dict(inventory.parameters),
         "values": {tensor.name: tensor.value for tensor in inventory.constants if tensor.value},
         "statistics": {name: _rounded(entry) for name, entry in inventory.statistics.items()},
         "repeats": repeated,

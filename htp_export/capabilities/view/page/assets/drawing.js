@@ -28,6 +28,7 @@ htp.drawingOf = function (graph, canvas, { layers, card, changed }) {
   function fitSizes() {
     Object.assign(canvas.style, { width: `${laid.root.width * scale}px`, height: `${laid.root.height * scale}px` });
     sheet.style.transform = scale === 1 ? "" : `scale(${scale})`;
+    sheet.classList.toggle("zoomed", scale !== 1);
   }
 
   // Boxes and edges between two heights.

@@ -131,7 +131,7 @@
       number.dataset.key = each.key;
       return number;
     });
-    const element = htp.make("div", { className: `card ${item.kind}${open ? " open" : ""}${box === selectedBox() ? " selected" : ""}`, title: titleOf(item) },
+    const element = htp.make("div", { className: `card ${item.kind}${open ? " open" : ""}${box === selectedBox() ? " selected" : ""}${item === state.marked ? " found" : ""}`, title: titleOf(item) },
       htp.make("div", { className: `face${!open && fill(item) ? " filled" : ""}`, style: { background: open ? "" : fill(item) } }, head, htp.make("div", { className: "numbers" }, ...said)));
     Object.assign(element.style, { left: `${box.left}px`, top: `${box.top}px`, width: `${box.width}px`, height: `${box.height}px` });
     if (item.kind === "end") return element;
@@ -276,7 +276,7 @@
     const offset = before ? before.top * drawing.scale - graph.scrollTop : 0;
     change();
     arrange();
-    const after = state.drawn.boxOf.get(item);
+    const after = state.drawn.boxOf.get(item) ?? selectedBox();
     if (before && after) graph.scrollTop = after.top * drawing.scale - offset;
     draw();
   }
@@ -308,6 +308,67 @@
     draw();
   }
 
+  // The zoom changes around what is selected, if that is in sight.
+  function zoomBy(factor) {
+    const box = selectedBox();
+    const element = canvas.querySelector(".card.selected");
+    const [card, view] = [element?.getBoundingClientRect(), graph.getBoundingClientRect()];
+    const isSeen = box && !box.lines && card && card.bottom > view.top && card.top < view.bottom && card.right > view.left && card.left < view.right;
+    drawing.zoom(drawing.scale * factor, ...(isSeen ? [card.left + card.width / 2, card.top + card.height / 2] : []));
+  }
+  // The whole graph, or its own size.
+  function fit() {
+    const before = drawing.scale;
+    drawing.fit();
+    if (Math.abs(drawing.scale - before) > 0.001) return;
+    drawing.zoom(1);
+    const box = selectedBox();
+    if (box) reach(box);
+  }
+
+  // --- search
+
+  const [sought, found] = [byId("graph-search"), byId("graph-found")];
+  function hits() {
+    const text = sought.value.trim().toLowerCase();
+    if (!text) return [];
+    const ends = [...layers.ends.inputs, ...layers.ends.outputs].filter(({ members }) => members.some(([name]) => name.toLowerCase().includes(text)));
+    try {
+      return [...ends, ...(htp.search(sought.value)?.hits ?? [])];
+    } catch {
+      return ends; // the word is no selector yet
+    }
+  }
+  let place = -1;
+  function go(step) {
+    const list = hits();
+    place = list.length ? (place + step + list.length) % list.length : -1;
+    found.textContent = sought.value.trim() ? (list.length ? `${place + 1} of ${list.length.toLocaleString("en")}` : "not found") : "";
+    const item = list[place];
+    state.marked = item?.kind === "end" ? item : null;
+    if (state.marked) {
+      state.open.add(htp.root);
+      arrange();
+      reach(boxFor(item));
+    } else if (item) {
+      htp.select(item);
+    }
+    draw();
+  }
+  sought.oninput = () => {
+    place = -1;
+    const count = hits().length;
+    found.textContent = sought.value.trim() ? `${count.toLocaleString("en")} found` : "";
+  };
+  sought.onkeydown = (event) => {
+    if (event.key === "Enter") go(event.shiftKey ? -1 : 1);
+    if (event.key === "Escape") {
+      sought.value = "";
+      sought.oninput();
+      graph.focus();
+    }
+  };
+
   function onKey(event) {
     const box = selectedBox();
     const at = box?.row ?? -1;
@@ -332,6 +393,10 @@
         const fold = box && (box.item.kind === "fold" ? box.item : box.item.run?.fold);
         if (fold) takeApart(fold);
       },
+      "+": () => zoomBy(1.25),
+      "=": () => zoomBy(1.25),
+      "-": () => zoomBy(0.8),
+      0: fit,
       m: () => {
         const node = htp.selected?.kind === "node" ? state.base?.[htp.selected.id] : null;
         if (node && state.whole.has(node)) takeApart(node);
@@ -356,8 +421,13 @@
   colour.append(...htp.colours.options());
   if (htp.time) colour.value = htp.time.key;
   colour.onchange = arrange;
-  byId("graph-fold").onclick = () => kept(null, () => (state.open = new Set([htp.root])));
-  byId("graph-unfold").onclick = () => kept(null, () => (state.open = new Set([...htp.modules, ...htp.modules.map((module) => module.run?.fold)])));
+  byId("graph-fold").onclick = () => kept(selectedBox()?.item, () => (state.open = new Set([htp.root])));
+  byId("graph-unfold").onclick = () => kept(selectedBox()?.item, () => (state.open = new Set([...htp.modules, ...htp.modules.map((module) => module.run?.fold)])));
+  byId("graph-in").onclick = () => zoomBy(1.25);
+  byId("graph-out").onclick = () => zoomBy(0.8);
+  byId("graph-fit").onclick = fit;
+  byId("graph-png").onclick = () => htp.picture.savePng(graph, htp.data.name);
+  byId("graph-svg").onclick = () => htp.picture.saveSvg(graph, htp.data.name);
   drawHead();
 
   // At first, what holds alike modules is open, and these are drawn once each; without any, as much as fits on a screen.
@@ -383,7 +453,19 @@
     reveal(item.kind === "fold" ? item.members[0] : item, item.kind !== "fold");
   }
   htp.listeners.push((item, by) => by !== "graph" && state.drawn && show(item));
-  new ResizeObserver(() => state.drawn && graph.clientHeight && (drawOverview(), draw())).observe(graph);
+  // What is selected and was in sight stays there when the window changes.
+  let size = [0, 0];
+  new ResizeObserver(() => {
+    if (!state.drawn || !graph.clientHeight) return;
+    const box = selectedBox();
+    const [width, height] = size;
+    size = [graph.clientWidth, graph.clientHeight];
+    const [x, y] = box ? [box.left * drawing.scale + canvas.offsetLeft, box.top * drawing.scale + canvas.offsetTop] : [0, 0];
+    const wasSeen = box && !box.lines && y >= graph.scrollTop && y <= graph.scrollTop + height && x >= graph.scrollLeft && x <= graph.scrollLeft + width;
+    if (wasSeen) reach(box);
+    drawOverview();
+    draw();
+  }).observe(graph);
   htp.graph = {
     state,
     open: () => (state.drawn ? (drawOverview(), draw()) : first()),

@@ -317,5 +317,5 @@ htp.layersOf = function ({ nodes, modules, root, inputs, outputs, homeOf, isTriv
     return { lines: lines.slice(first, last + 1), paths };
   }
 
-  return { CARD, home, consumers, trivial, merged, levels, laidOut, inSight };
+  return { CARD, ends, home, consumers, trivial, merged, levels, laidOut, inSight };
 };
