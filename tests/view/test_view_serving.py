@@ -289,7 +289,9 @@ def with_values() -> Iterator[PageServer]:
     odd = "weight/../%2e?name=ö&b"
     weights = [handmade.weight("fc.weight"), handmade.weight(odd)]
     node = handmade.tagged_node("MatMul", [x, weights[0]], "fc", "y")
-    model = handmade.model([x], [node], weights, [handmade.ModuleInfo(""), handmade.ModuleInfo("fc")])
+    model = handmade.model(
+        [x], [node], weights, [handmade.ModuleInfo("", "Net"), handmade.ModuleInfo("fc", "Linear")]
+    )
     model.graph.initializers["text"] = ir.Value(
         name="text", const_value=ir.tensor(["a", "b"], name="text")
     )
@@ -354,7 +356,12 @@ def test_values_that_json_cannot_express_and_large_tensors(monkeypatch):
     assert (found["values"], found["not_finite"]) == (["NaN", "inf", -1.0, 3.0], 2)
     assert sum(found["counts"]) == 2
     monkeypatch.setattr(tensor_values, "MOST_BYTES", 8)
-    assert values("w") == {"name": "w", "type": "float32", "shape": [4], "problem": "it has more than 8 bytes"}
+    assert values("w") == {
+        "name": "w",
+        "type": "float32",
+        "shape": [4],
+        "problem": "it has more than 8 bytes",
+    }
 
 
 @needs_chromium
@@ -371,7 +378,10 @@ def test_the_page_shows_the_values_of_a_tensor_when_it_is_asked_to(page, with_va
             page.open_address(made.url)
             page.wait("document.documentElement.dataset.ready")
             page.run("htp.select(htp.byPath.get('0'))")
-            button = "[...document.querySelectorAll('#detail .tensor')].find((it) => it.textContent.includes('0.weight')).querySelector('button')"
+            button = (
+                "[...document.querySelectorAll('#detail .tensor')]"
+                ".find((it) => it.textContent.includes('0.weight')).querySelector('button')"
+            )
             page.run(f"{button}.click()")
             page.wait("document.querySelector('#detail .bars')")
             assert page.run("document.querySelectorAll('#detail .bars i').length") == 48

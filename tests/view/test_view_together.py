@@ -44,7 +44,13 @@ class Net(torch.nn.Module):
 
 TIMES = [
     {"modules": {"": {"total_ms": 10.0}, "layer.0": {"total_ms": 4.0}, "layer.1": {"total_ms": 5}}},
-    {"modules": {"": {"total_ms": 9.0}, "layer.0": {"total_ms": 4.0}, "layer.1": {"total_ms": 2.5}}},
+    {
+        "modules": {
+            "": {"total_ms": 9.0},
+            "layer.0": {"total_ms": 4.0},
+            "layer.1": {"total_ms": 2.5},
+        }
+    },
 ]
 
 
@@ -82,15 +88,18 @@ def heads(page: Page) -> list[tuple[str, str]]:
         "[...document.querySelectorAll('#groups > div')].slice(1).flatMap((it) => "
         "Array(Number(it.style.gridColumn.match(/span (\\d+)/)[1])).fill(it.textContent))"
     )
-    names = page.run("[...document.querySelectorAll('#head > div')].slice(1).map((it) => it.textContent)")
+    names = page.run(
+        "[...document.querySelectorAll('#head > div')].slice(1).map((it) => it.textContent)"
+    )
     return list(zip(spans, names, strict=True))
 
 
 def cells(page: Page, path: str) -> dict[tuple[str, str], str]:
     """Number and file → what stands in the row of a module."""
-    page.run(f"htp.together.state.selected = {row(path)}, document.getElementById('flat').checked || document.getElementById('flat').click(), dispatchEvent(new Event('resize'))")
+    page.run("flat = document.getElementById('flat'), flat.checked || flat.click()")
     texts = page.run(
-        f"[...document.querySelectorAll('#rows .row')].filter((it) => it.querySelector('.name').title === {json.dumps(path)})"
+        "[...document.querySelectorAll('#rows .row')]"
+        f".filter((it) => it.querySelector('.name').title === {json.dumps(path)})"
         ".flatMap((it) => [...it.querySelectorAll('.number')].map((cell) => cell.textContent))"
     )
     return dict(zip(heads(page), texts, strict=True))
@@ -108,8 +117,9 @@ def drawn(page: Page, side: str) -> dict[str, str]:
     """Label of each card of a graph → how it compares with the other file."""
     return dict(
         page.run(
-            f"[...document.querySelectorAll('#{side} .card')].map((card) => "
-            "[card.querySelector('.label').textContent, ['same', 'changed', 'only'].find((word) => card.classList.contains(word)) ?? ''])"
+            "(() => { const word = ({ classList }) => ['same', 'changed', 'only'].find((each) => classList.contains(each));"
+            f"return [...document.querySelectorAll('#{side} .card')]"
+            ".map((card) => [card.querySelector('.label').textContent, word(card) ?? '']); })()"
         )
     )
 
@@ -187,7 +197,9 @@ def test_equal_nodes_are_one_card_until_it_is_clicked_and_do_not_make_a_cycle(pa
             return torch.relu(self.last(torch.neg(torch.abs(torch.sin(side)))) + side)
 
     for name, last in (("a", torch.cos), ("b", torch.tanh)):
-        htp_export.export(Chain(last).eval(), (torch.randn(3),), tmp_path / f"{name}.onnx", verbose=False)
+        htp_export.export(
+            Chain(last).eval(), (torch.randn(3),), tmp_path / f"{name}.onnx", verbose=False
+        )
     htp_export.view(tmp_path / "a.onnx", tmp_path / "t.html", beside=[tmp_path / "b.onnx"])
     start(page, tmp_path / "t.html")
     choose(page, "", 1)
@@ -208,7 +220,10 @@ def test_names_of_files_and_modules_are_text(page, tmp_path):
     x = handmade.value("x")
     for number, name in enumerate(("a", "b")):
         node = handmade.tagged_node(("Relu", "Neg")[number], [x], hostile, f"</script>{hostile}")
-        modules = [handmade.ModuleInfo("", hostile), handmade.ModuleInfo(hostile, f"</script>{hostile}")]
+        modules = [
+            handmade.ModuleInfo("", hostile),
+            handmade.ModuleInfo(hostile, f"</script>{hostile}"),
+        ]
         model = handmade.model([x], [node], [], modules)
         ir.save(model, tmp_path / f"{name}.onnx")
         x = handmade.value("x")
@@ -233,9 +248,13 @@ def test_the_table_is_searched_sorted_and_walked_through(page, written):
     page.run("document.getElementById('changed').click()")
     assert page.run(names) == ["", "layer.1", "layer.1.act", "head"]
     page.run("document.getElementById('changed').click()")
-    page.run("search = document.getElementById('search'), search.value = 'linear', search.oninput()")
+    page.run(
+        "search = document.getElementById('search'), search.value = 'linear', search.oninput()"
+    )
     assert page.run(names) == ["", "layer.0", "layer.0.fc", "layer.1", "layer.1.fc", "head"]
-    page.run("search.value = '', search.oninput(), document.querySelectorAll('#head > div')[4].click()")
+    page.run(
+        "search.value = '', search.oninput(), document.querySelectorAll('#head > div')[4].click()"
+    )
     assert page.run(names)[:2] == ["", "layer.0"]  # 4 ms, before 2.5 ms in the second file
     page.run("document.querySelectorAll('#head > div')[4].click()")
     assert page.run(names)[:2] == ["", "layer.1"]
@@ -257,7 +276,9 @@ def of_engine(files: list[Path], numbers: Any) -> dict[str, float]:
 
 
 def page_data(html: str) -> Any:
-    return json.loads(html.split('<script type="application/json" id="data">')[1].split("</script>")[0])
+    return json.loads(
+        html.split('<script type="application/json" id="data">')[1].split("</script>")[0]
+    )
 
 
 def test_the_number_of_a_node_or_a_tensor_counts_in_all_modules_above_it(files):
@@ -339,7 +360,10 @@ def packed_content(file: Path) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--with", "SECOND", "--result", "cos=times.json"], "no file of this page is called 'cos'"),
+        (
+            ["--with", "SECOND", "--result", "cos=times.json"],
+            "no file of this page is called 'cos'",
+        ),
         (["--with", "SECOND", "--netron"], "--with is for the page of an ONNX file"),
         (["--with", "SECOND", "--weights"], "it is for the page of a single file"),
         (["--with", "missing.onnx"], "missing.onnx"),

@@ -89,7 +89,8 @@ class NamedNumbers:
         lost = sum(self.values[name] for name in unknown)
         return (
             f"{self.title}: {len(unknown):,} of {len(self.values):,} names are not in "
-            f"{inventory.name} ({lost:.4g} {self.unit}".rstrip() + f"): {listed}{more}."
+            f"{inventory.name} ({lost:.4g} {self.unit}".rstrip()
+            + f"): {listed}{more}."
         )
 
 

@@ -166,7 +166,11 @@ def view(
         results: Numbers by module for columns, sizes and colours, and precisions for colours:
             results of ``profile``, ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or
             ``sensitivity``, or files that their commands wrote with ``--json``. For a result of
-            ``search``, the page shows its front and its plans.
+            ``search``, the page shows its front and its plans. A file of another engine has numbers
+            by name of a module or node: ``{"encoder.layer.0": 1.2}``, or OpenVINO's counters.
+        beside: Further models, each alone or with its results, ``("int8.onnx", [result])``: the
+            page is a table with a row for each module and the numbers of all files, and shows the
+            graphs of two of them side by side.
         measure: Measurements for the page: ``"time"``, as by ``profile``, and ``"cost"``.
         data: The inputs of the measured run, as for `quantize`; random values by default.
         dims: Open dimension → size, for measurements.
@@ -289,7 +293,9 @@ def _side_by_side(
         if measurements:
             known = read_results([*results, *measurements])
         if known.searches:
-            raise InputError(f"{name}: the page of several files does not show a search; leave it out")
+            raise InputError(
+                f"{name}: the page of several files does not show a search; leave it out"
+            )
         graph = shown_graph(tagged).with_results(known)
         structures, steps = hashes_of(tagged)
         notes = graph.note.splitlines()
