@@ -302,8 +302,10 @@ class Hasher:
 
     def _read(self, value: ir.Value | None) -> str:
         """The text of an input: of a constant that of `_leaf`, and otherwise its producer."""
-        producer = None if value is None else value.producer()
-        if producer is None or self._facts.tagged.index.initializer(value) is not None:
+        if value is None or self._facts.tagged.index.initializer(value) is not None:
+            return self._entering(value, ())
+        producer = value.producer()
+        if producer is None:
             return self._entering(value, ())
         return f"{producer.domain}.{producer.op_type}.{value.index()}"
 

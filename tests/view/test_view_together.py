@@ -117,7 +117,8 @@ def drawn(page: Page, side: str) -> dict[str, str]:
     """Label of each card of a graph → how it compares with the other file."""
     return dict(
         page.run(
-            "(() => { const word = ({ classList }) => ['same', 'changed', 'only'].find((each) => classList.contains(each));"
+            "(() => { const words = ['same', 'changed', 'only'];"
+            "const word = ({ classList }) => words.find((each) => classList.contains(each));"
             f"return [...document.querySelectorAll('#{side} .card')]"
             ".map((card) => [card.querySelector('.label').textContent, word(card) ?? '']); })()"
         )

@@ -15,7 +15,7 @@ Layers of TensorRT stand for several nodes: ``profile --engine tensorrt`` reads 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,7 @@ class NamedNumbers:
                 f"{self.title}: none of its {len(self.values)} names is a module, node or tensor of "
                 f"{inventory.name}, {unknown[0]!r} first"
             )
-        sums = Counter[str]()
+        sums = defaultdict[str, float](float)
         for place, value in by_node.items():
             for path in tags.ancestors(inventory.nodes[place].module):
                 sums[path] += value

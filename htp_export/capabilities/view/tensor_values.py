@@ -72,7 +72,9 @@ def _described(values: np.ndarray[Any, Any]) -> dict[str, Any]:
     step = -(-values.size // MOST_COUNTED) or 1
     counted = values[::step].astype(np.float64)
     finite = counted[np.isfinite(counted)]
-    counts, edges = np.histogram(finite, bins=_BARS) if finite.size else ([], [])
+    counts, edges = np.zeros(0, np.int64), np.zeros(0)
+    if finite.size:
+        counts, edges = np.histogram(finite, bins=_BARS)
     return {
         "values": [json_number(float(value)) for value in values[:MOST_VALUES].astype(np.float64)],
         "counts": [int(count) for count in counts],
