@@ -23,7 +23,7 @@ MOST_BYTES = 1 << 30
 MOST_COUNTED = 1 << 22
 """Elements in a histogram, at most; of a larger tensor, equally spaced ones."""
 
-_BARS = 48
+_BARS = 48  # as many as are told apart beside a graph: 350 pixels
 _NOT_NUMBERS = (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128)
 
 
