@@ -163,13 +163,11 @@ class _Rows:
 
     def __init__(self, files: Sequence[ShownFile]) -> None:
         first = files[0]
-        rows_of = [
-            {path: path for path in first.parents},
-            *({} for _ in files[1:]),
-        ]
-        for file, row_of in zip(files[1:], rows_of[1:], strict=True):
+        # For each file: drawn module → path of its row.
+        rows_of: list[dict[str, str]] = [dict(zip(first.parents, first.parents, strict=True))]
+        for file in files[1:]:
             counterparts = aligned_modules(first.aligned, file.aligned)
-            row_of.update({path: counterparts.get(path, path) for path in file.parents})
+            rows_of.append({path: counterparts.get(path, path) for path in file.parents})
         above: dict[str, str | None] = {}
         for file, row_of in zip(files, rows_of, strict=True):
             for path, parent in file.parents.items():
@@ -177,9 +175,9 @@ class _Rows:
         order = list(_from_the_top(above))
         self.places = {path: place for place, path in enumerate(order)}
         self.parents = {path: self._place(above[path]) for path in order}
-        self.of_file = [
-            {path: self.places[row] for path, row in row_of.items()} for row_of in rows_of
-        ]
+        self.of_file: list[dict[str, int]] = []
+        for row_of in rows_of:
+            self.of_file.append({path: self.places[row] for path, row in row_of.items()})
 
     def _place(self, path: str | None) -> int | None:
         return None if path is None else self.places[path]
