@@ -247,7 +247,10 @@ def _parameters_in_words(initializers: Iterable[ir.Value]) -> dict[str, str]:
         tensor = value.const_value
         if tensor is None or tags.RECIPE not in tensor.metadata_props:
             continue
-        text = recipe_in_words(recipe_of(value))
+        try:
+            text = recipe_in_words(recipe_of(value))
+        except InputError as error:  # the page shows the rest of the file
+            text = f"unknown parameter: {error}"
         if text not in (value.name, "a constant"):
             words[str(value.name)] = _shortened(text)
     return words
