@@ -22,7 +22,7 @@ import functools
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
@@ -87,12 +87,18 @@ def command_names() -> list[str]:
 
 
 class _Command(TyperCommand):
-    """A command that refuses options without effect; ``idle`` is ``IDLE`` of its module."""
+    """A command that refuses options without effect.
+
+    ``idle`` is ``IDLE`` of its module, and ``several`` its ``SEVERAL``: options that take all words
+    up to the next option.
+    """
 
     idle: Sequence[Idle] = ()
+    several: Sequence[str] = ()
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         """Parse the arguments, and check that each option has an effect."""
+        arguments = list(_repeated(arguments, self.several))
         _, _, typed = self.make_parser(context).parse_args(args=list(arguments))
         rest: list[str] = super().parse_args(context, arguments)
         check_options(self.params, typed, context.params, self.idle)
@@ -106,6 +112,26 @@ class _Command(TyperCommand):
             if not has_lost_reader():
                 raise
             return 0
+
+
+def _repeated(arguments: Iterable[str], several: Sequence[str]) -> Iterator[str]:
+    """Arguments in which an option with several values is repeated: ``--with a --with b``.
+
+    Examples:
+        >>> list(_repeated(["net.onnx", "--with", "a", "b", "-o", "page.html"], ["--with"]))
+        ['net.onnx', '--with', 'a', '--with', 'b', '-o', 'page.html']
+    """
+    option = ""
+    is_first = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            option = argument if argument in several else ""
+            is_first = True
+        elif option and not is_first:
+            yield option
+        else:
+            is_first = False
+        yield argument
 
 
 class CommandGroup(TyperGroup):
@@ -191,6 +217,7 @@ def _command(name: str) -> Any:
     )
     command = typer.main.get_command(app)
     command.idle = getattr(module, "IDLE", ())  # type: ignore[attr-defined] # it is a _Command
+    command.several = getattr(module, "SEVERAL", ())  # type: ignore[attr-defined]
     return command
 
 

@@ -258,6 +258,68 @@ def steps_in(recipe: Recipe) -> Iterator[list[Any]]:
             yield from steps_in(operand)
 
 
+_WORDS = {
+    "transpose": "transposed",
+    "reshape": "reshaped",
+    "squeeze": "reshaped",
+    "unsqueeze": "reshaped",
+    "expand": "repeated",
+    "slice": "sliced",
+    "take": "some rows",
+    "quantize": "quantized",
+    "round": "rounded to integers",
+    "round_bias": "rounded to integers",
+    "unpack": "unpacked",
+    "masked": "pruned",
+    "neg": "negated",
+    "sqrt": "square root",
+    "torch_sqrt": "square root",
+}
+"""Step with one operand → the words for it."""
+
+_LISTED = 4
+"""Parameters that words list, at most."""
+
+
+def recipe_in_words(recipe: Recipe) -> str:
+    """Return a recipe as words: the parameters, and the steps in the order of the computation.
+
+    Examples:
+        >>> recipe_in_words(["cast", ["transpose", "fc.weight", [1, 0]], "float16"])
+        'fc.weight, transposed, as float16'
+        >>> recipe_in_words(["concat", "query.weight", "key.weight", 0])
+        'query.weight and key.weight, joined'
+        >>> recipe_in_words(["constant"]), recipe_in_words(["computed", "fc.weight", "hqq"])
+        ('a constant', 'computed of fc.weight (hqq)')
+    """
+    steps: list[str] = []
+    while isinstance(recipe, list):
+        word, operands = recipe[0], operands_of(recipe)
+        if word in _WORDS and word != "round_bias":
+            steps.append(_WORDS[word])
+        elif word in ("cast", "narrow"):
+            steps.append(f"as {recipe[-1]}")
+        else:
+            return ", ".join([_joined_in_words(word, recipe), *reversed(steps)])
+        recipe = operands[0]
+    return ", ".join([str(recipe), *dict.fromkeys(reversed(steps))])
+
+
+def _joined_in_words(word: str, recipe: list[Any]) -> str:
+    """The words for the innermost step with several operands, or none."""
+    if recipe == CONSTANT:
+        return "a constant"
+    names = list(dict.fromkeys(parameters_in(recipe)))
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    listed = names[:_LISTED]
+    named = ", ".join(listed) + more if more else " and ".join(listed)
+    if word == "concat":
+        return f"{named}, joined"
+    if word == "equal":
+        return f"{listed[0]}, equal to other parameters" if listed else "equal parameters"
+    return f"computed of {named} ({recipe[-1]})" if word == "computed" else f"computed of {named}"
+
+
 def _depth(recipe: Recipe) -> int:
     if not isinstance(recipe, list):
         return 0

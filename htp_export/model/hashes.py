@@ -296,6 +296,19 @@ class Hasher:
         index = self._facts.tagged.index
         return self.part(index.below.get(path, ()) if path else index.nodes)
 
+    def step(self, node: ir.Node) -> str:
+        """The hash of a node with its direct inputs: constants, and operators of its producers."""
+        return _digest((self._node(node), *map(self._read, node.inputs)))
+
+    def _read(self, value: ir.Value | None) -> str:
+        """The text of an input: of a constant that of `_leaf`, and otherwise its producer."""
+        if value is None or self._facts.tagged.index.initializer(value) is not None:
+            return self._entering(value, ())
+        producer = value.producer()
+        if producer is None:
+            return self._entering(value, ())
+        return f"{producer.domain}.{producer.op_type}.{value.index()}"
+
     def _node(self, node: ir.Node) -> str:
         """The hash of a node's operator and attributes."""
         if node not in self._own:

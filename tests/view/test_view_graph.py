@@ -1,5 +1,6 @@
 """The graph of a page, by module: its table and overview, and trivial nodes that are merged."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -330,3 +331,182 @@ def test_alike_modules_with_others_between_them_are_drawn_each(page, tmp_path):
     open_graph(page, tmp_path / "around.html")
     assert [label for label in labels(page) if label.startswith("h.")] == ["h.0", "h.1"]
     assert page.run("document.querySelectorAll('#graph-canvas .back').length") == 0
+
+
+class Cached(torch.nn.Module):
+    """Blocks, each of which reads a tensor of a cache and returns a new one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.h = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor, past: list[torch.Tensor]) -> list[torch.Tensor]:
+        present = []
+        for block, before in zip(self.h, past, strict=True):
+            present.append(block(x) * before)
+            x = torch.relu(present[-1])
+        return [x, *present]
+
+
+class Around(Holding, body=Cached(10)):
+    def forward(self, x: torch.Tensor, past: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self.body(x, past)
+
+
+def cached(model: torch.nn.Module, count: int, folder: Path) -> Path:
+    args = (torch.randn(2, 8), [torch.randn(2, 8) for _ in range(count)])
+    names = [f"present.{k}.a_key_with_a_very_long_name" for k in range(count)]
+    htp_export.export(
+        model.eval(),
+        args,
+        folder / "net.onnx",
+        verbose=False,
+        input_names=["x", *(f"past.{k}.key" for k in range(count))],
+        output_names=["y", *names],
+    )
+    htp_export.view(folder / "net.onnx", folder / "net.html", explorer=False)
+    return folder / "net.html"
+
+
+def test_the_inputs_and_outputs_of_a_cache_are_one_card_each(page, tmp_path):
+    open_graph(page, cached(Around(), 10, tmp_path))
+    drawn = labels(page)
+    assert [label for label in drawn if label.startswith("in ")] == ["in x", "in past.0…9.key"]
+    outputs = sorted(label for label in drawn if label.startswith("out "))
+    assert outputs == ["out present.0…9.a_key_with_a_very_long_name", "out y"]
+    scroll(page, "graph-drawing", "1e6")
+    titles = page.run(
+        "Object.fromEntries([...document.querySelectorAll('#graph-canvas .card.end')].map((card) => "
+        "[card.title, card.querySelector('.label').textContent]))"
+    )
+    # The middle is cut, and the whole name is the title.
+    assert titles["present.0…9.a_key_with_a_very_long_name"] == "out presen…a_very_long_name"
+    types = page.run(
+        "htp.graph.state.order.filter(({ item }) => item.kind === 'end').map(({ item }) => item.type)"
+    )
+    assert sorted(types) == [
+        "10 × float32[2, 8]",  # noqa: RUF001 - "times"
+        "10 × float32[2, 8]",  # noqa: RUF001 - "times"
+        "float32[2, 8]",
+        "float32[2, 8]",
+    ]
+    # What leaves a module goes down in one lane.
+    lanes = page.run(
+        "htp.graph.state.found.get(htp.byPath.get('body')).edges.trunks"
+        ".filter(({ leaves }) => leaves).map(({ lane }) => lane)"
+    )
+    assert len(lanes) == 10
+    assert len(set(lanes)) == 1
+
+
+def test_few_inputs_are_drawn_each_whatever_their_names(page, tmp_path):
+    open_graph(page, cached(Cached(3), 3, tmp_path))
+    drawn = labels(page)
+    assert [label for label in drawn if label.startswith("in ")] == [
+        "in x", "in past.0.key", "in past.1.key", "in past.2.key",
+    ]  # fmt: skip
+
+
+def test_classes_have_different_colours_as_far_as_there_are_colours(page, net):
+    start(page, net[0])
+    found = page.run(
+        "(() => { const torch = ['Conv2d', 'Sequential', 'Linear', 'ReLU', 'GELU', 'Dropout', 'LayerNorm',"
+        "'BatchNorm2d', 'Embedding', 'Tanh'].map((name) => `torch.nn.${name}`);"
+        "const names = [...torch, 'a.Mine', 'a.Other'];"
+        "const colour = htp.colours.assigned(names, (name) => name.startsWith('torch.'));"
+        "return names.map(colour); })()"
+    )
+    assert len(set(found)) == 12
+    # Of more names than colours, neighbours differ.
+    near = page.run(
+        "(() => { const names = [...Array(40).keys()].map((k) => `a.Class${k}`);"
+        "const next = (name) => [1, -1].map((by) => `Class${Number(name.slice(5)) + by}`);"
+        "const colour = htp.colours.assigned(names, undefined, next); return names.map(colour); })()"
+    )
+    assert all(one != other for one, other in itertools.pairwise(near))
+
+
+@pytest.mark.parametrize(
+    ("word", "ends", "operators"),
+    [
+        ("x", ["x"], None),
+        ("head.weight", [], ["Transpose", "MatMul", "Gemm"]),
+        ("layer.0.query.bias", [], ["Add", "Gemm", "MatMul"]),
+    ],
+)
+def test_the_search_of_the_graph_finds_inputs_and_parameters(page, net, word, ends, operators):
+    open_graph(page, net[0])
+    page.run(
+        f"sought = document.getElementById('graph-search'), sought.value = {json.dumps(word)},"
+        "sought.oninput(), sought.focus()"
+    )
+    page.press("Enter")
+    if ends:
+        assert page.run("htp.graph.state.marked.name") == ends[0]
+        assert page.run("document.querySelector('#graph-canvas .card.found').title") == ends[0]
+        return
+    assert page.run("htp.selected.op") in operators
+    read = page.run("htp.selected.inputs.map(([name]) => htp.data.recipes[name] ?? name)")
+    assert any(name.split(",")[0] == word for name in read)
+    assert page.run(
+        "document.querySelector('#graph-canvas .card.selected').title === htp.selected.name"
+    )
+    assert page.run("document.getElementById('graph-found').textContent").startswith("1 of ")
+
+
+def test_what_is_selected_keeps_its_place_while_the_zoom_changes(page, net):
+    open_graph(page, net[0], table=False)
+    press_switch(page, "graph-unfold")
+    page.run("htp.select(htp.nodes.at(-1))")
+    card = "document.querySelector('#graph-canvas .card.selected')"
+    x, _, width, _ = box(page, card)
+    click(page, "document.getElementById('graph-in')")
+    page.run("new Promise((done) => setTimeout(done, 100))")
+    left, top, wide, _ = box(page, card)
+    assert wide == pytest.approx(1.25 * width, abs=2)
+    assert left + wide / 2 == pytest.approx(x + width / 2, abs=120)  # unless it is at an edge
+    view = box(page, "document.getElementById('graph-drawing')")
+    assert view[1] <= top <= view[1] + view[3]
+    page.run("document.getElementById('graph-drawing').focus()")
+    page.press("0")
+    whole = box(page, "document.getElementById('graph-canvas')")
+    assert whole[2] <= view[2]
+    assert whole[3] <= view[3]
+    assert page.run("document.querySelectorAll('#graph-canvas .card.selected').length") == 1
+    page.press("0")
+    assert box(page, card)[2] == pytest.approx(width)
+
+
+def test_a_drag_moves_the_graph_and_selects_nothing(page, net):
+    open_graph(page, net[0], table=False)
+    press_switch(page, "graph-unfold")
+    page.run(
+        "htp.select(htp.byPath.get('head')), document.getElementById('graph-drawing').scrollTop = 200"
+    )
+    left, top, width, height = box(page, "document.getElementById('graph-drawing')")
+    before = page.run("document.getElementById('graph-drawing').scrollTop")
+    x, y = left + width / 2, top + height / 2
+    for kind, by in (("mousePressed", 0), ("mouseMoved", 60), ("mouseReleased", 60)):
+        event = {"type": kind, "x": x, "y": y - by, "button": "left", "buttons": 1, "clickCount": 1}
+        page._send("Input.dispatchMouseEvent", event)
+    assert page.run("document.getElementById('graph-drawing').scrollTop") == before + 60
+    assert page.run("htp.selected.path") == "head"
+
+
+def test_a_picture_has_the_cards_and_lines_that_are_seen(page, net):
+    open_graph(page, net[0], table=False)
+    drawing = "document.getElementById('graph-drawing')"
+    svg = page.run(f"htp.picture.svgOf({drawing})")
+    seen = page.run(
+        f"(() => {{ const area = {drawing}.getBoundingClientRect();"
+        "const labels = [...document.querySelectorAll('#graph-canvas .card .label')];"
+        "const isSeen = ({ top, bottom }) => top > area.top && bottom < area.bottom;"
+        "return labels.filter((it) => isSeen(it.getBoundingClientRect())).map((it) => it.textContent); })()"
+    )
+    assert len(seen) > 3
+    assert all(f">{label}</text>" in svg for label in seen)
+    assert svg.count("<path") >= paths_drawn(page) > 0
+    pixels = page.run(
+        f"htp.picture.pngOf({drawing}).then(createImageBitmap).then(({{ width, height }}) => [width, height])"
+    )
+    assert pixels == page.run(f"[2 * {drawing}.clientWidth, 2 * {drawing}.clientHeight]")

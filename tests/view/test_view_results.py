@@ -98,7 +98,7 @@ def test_a_sensitivity_has_errors_by_module_for_each_precision(net, data):
 
 def test_of_two_results_with_the_same_number_both_are_shown():
     first, second = ({"modules": {"fc": {"sparsity": share}}} for share in (0.25, 0.5))
-    measures, _ = read_results([first, second, second])
+    measures = read_results([first, second, second]).measures
     assert [(measure.key, measure.title, measure.total["fc"]) for measure in measures] == [
         ("sparsity", "sparsity", 0.25),
         ("sparsity:2", "sparsity (2)", 0.5),

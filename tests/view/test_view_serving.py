@@ -10,13 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
 
+import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 
+import htp_export
+from htp_export.capabilities.view import tensor_values
+from htp_export.capabilities.view.page.document import served
 from htp_export.capabilities.view.page.server import PageServer
+from htp_export.capabilities.view.tensor_values import TensorValues
 from htp_export.command.main import main
+from htp_export.model.tagged import load
 from tests import handmade
+from tests.chromium import needs_chromium
 
 PAGE = "<!doctype html><title>Schöne Netze</title>"
 
@@ -268,3 +278,115 @@ def test_the_page_of_a_model_is_served_from_memory_until_ctrl_c(tmp_path):
     assert "node_fc0" in page
     assert (process.returncode, rest) == (0, ("", ""))
     assert [each.name for each in tmp_path.iterdir()] == ["net.onnx"]
+
+
+# --- values of tensors
+
+
+@pytest.fixture(scope="module")
+def with_values() -> Iterator[PageServer]:
+    x = handmade.value("x")
+    odd = "weight/../%2e?name=ö&b"
+    weights = [handmade.weight("fc.weight"), handmade.weight(odd)]
+    node = handmade.tagged_node("MatMul", [x, weights[0]], "fc", "y")
+    model = handmade.model(
+        [x], [node], weights, [handmade.ModuleInfo("", "Net"), handmade.ModuleInfo("fc", "Linear")]
+    )
+    model.graph.initializers["text"] = ir.Value(
+        name="text", const_value=ir.tensor(["a", "b"], name="text")
+    )
+    with PageServer() as made:
+        running = threading.Thread(target=made.run, args=(PAGE, TensorValues(load(model))))
+        running.start()
+        yield made
+        made.shutdown()
+        running.join()
+
+
+def values_of(server: PageServer, name: str) -> Any:
+    answer = ask(server, f"{server.path}tensor?name={quote(name, safe='')}")
+    assert answer.status == 200
+    assert answer.headers["Content-Type"] == "application/json"
+    return json.loads(answer.body)
+
+
+def test_the_values_of_a_stored_tensor_are_those_of_the_file(with_values):
+    expected = handmade.weight("fc.weight").const_value.numpy()
+    found = values_of(with_values, "fc.weight")
+    assert (found["type"], found["shape"]) == ("float32", [4, 4])
+    assert found["values"] == expected.reshape(-1).tolist()
+    counts, edges = np.histogram(expected.astype(np.float64), bins=48)
+    assert found["counts"] == counts.tolist()
+    assert found["edges"] == pytest.approx(edges.tolist(), rel=1e-5)
+    assert values_of(with_values, "weight/../%2e?name=ö&b")["shape"] == [4, 4]
+    assert values_of(with_values, "text")["problem"] == "its elements are not real numbers"
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "tensor?name=x", "tensor?name=", "tensor?name=../../etc/passwd", "tensor?name=/etc/passwd", "tensor",
+        "tensor?path=fc.weight", "values?name=fc.weight", "tensor/../tensor?name=fc.weight", "?name=fc.weight",
+    ],
+)  # fmt: skip
+def test_nothing_but_stored_tensors_has_values(with_values, query):
+    assert ask(with_values, with_values.path + query).status == 404
+
+
+def test_values_are_for_those_who_know_the_address(with_values):
+    query = "tensor?name=fc.weight"
+    port = with_values.port
+    assert ask(with_values, f"/{query}").status == 404
+    assert ask(with_values, with_values.path + query, Host="attacker.example").status == 421
+    origin = {"Origin": "http://attacker.example"}
+    assert ask(with_values, with_values.path + query, **origin).status == 403
+    own = {"Origin": f"http://127.0.0.1:{port}"}
+    assert ask(with_values, with_values.path + query, Host=f"127.0.0.1:{port}", **own).status == 200
+    assert ask(with_values, with_values.path + query, "POST").status == 405
+
+
+def test_values_that_json_cannot_express_and_large_tensors(monkeypatch):
+    array = np.array([np.nan, np.inf, -1.0, 3.0], np.float32)
+    value = ir.Value(name="w", const_value=ir.tensor(array, name="w"))
+    x = handmade.value("x")
+    model = handmade.model([x], [handmade.tagged_node("Relu", [x], "", "y")], [value], [])
+    values = TensorValues(load(model))
+    found = values("w")
+    assert found is not None
+    assert (found["values"], found["not_finite"]) == (["NaN", "inf", -1.0, 3.0], 2)
+    assert sum(found["counts"]) == 2
+    monkeypatch.setattr(tensor_values, "MOST_BYTES", 8)
+    assert values("w") == {
+        "name": "w",
+        "type": "float32",
+        "shape": [4],
+        "problem": "it has more than 8 bytes",
+    }
+
+
+@needs_chromium
+def test_the_page_shows_the_values_of_a_tensor_when_it_is_asked_to(page, with_values, tmp_path):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 3)).eval()
+    htp_export.export(net, (torch.randn(2, 8),), tmp_path / "net.onnx", verbose=False)
+    html = htp_export.view(tmp_path / "net.onnx", explorer=False).html
+    with PageServer() as made:
+        values = TensorValues(load(tmp_path / "net.onnx"))
+        running = threading.Thread(target=made.run, args=(served(html), values))
+        running.start()
+        try:
+            page.open_address(made.url)
+            page.wait("document.documentElement.dataset.ready")
+            page.run("htp.select(htp.byPath.get('0'))")
+            button = (
+                "[...document.querySelectorAll('#detail .tensor')]"
+                ".find((it) => it.textContent.includes('0.weight')).querySelector('button')"
+            )
+            page.run(f"{button}.click()")
+            page.wait("document.querySelector('#detail .bars')")
+            assert page.run("document.querySelectorAll('#detail .bars i').length") == 48
+            first = f"{net[0].weight[0, 0].item():.3g}"
+            assert first.rstrip("0") in page.run("document.getElementById('detail').innerText")
+        finally:
+            made.shutdown()
+            running.join()

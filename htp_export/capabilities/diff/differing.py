@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from htp_export.alignment.module_alignment import aligned_modules
 from htp_export.editing.flattening import read_flat
 from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
@@ -320,7 +321,7 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
     first, second = read_flat(a), read_flat(b)
     by_module = "none" not in (first.source, second.source)
     before, after = _states(first, by_module), _states(second, by_module)
-    counterparts = _aligned(before, after)
+    counterparts = aligned_modules(before, after)
     modules: dict[str, ModuleDifference] = {}
     for path, state in after.items():
         old = before[counterparts[path]] if path in counterparts else None
@@ -361,63 +362,3 @@ def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
         counts = operators.get(path, {})
         states[path] = ModuleState(**facts, operators=counts, structure=hasher.region(path))
     return states
-
-
-def _aligned(before: Mapping[str, ModuleState], after: Mapping[str, ModuleState]) -> dict[str, str]:
-    """Path in the second model → path in the first, for the modules that both have.
-
-    Modules with equal paths are the same. The others are matched from the top down: first modules
-    of equal structure, then modules of one class whose descendants have equal names. The
-    descendants of a matched module move with it. Both mappings have each module after its
-    ancestors.
-    """
-    counterparts = {path: path for path in after if path in before}
-    taken = set(counterparts)
-    descendants = _descendants(path for path in after if path not in before)
-    descendants_before = _descendants(path for path in before if path not in after)
-    for exact in (True, False):
-        candidates: defaultdict[Hashable, deque[str]] = defaultdict(deque)
-        for path in descendants_before:
-            key = _key(before[path], descendants_before[path], exact)
-            candidates[key].append(path)
-        for path in descendants:
-            key = _key(after[path], descendants[path], exact)
-            if path in counterparts or key is None:
-                continue
-            counterpart = _next_free(candidates[key], taken)
-            if counterpart is None:
-                continue
-            for relative in descendants[path]:
-                new, old = path + relative, counterpart + relative
-                if new not in counterparts and old in before and old not in taken:
-                    counterparts[new] = old
-                    taken.add(old)
-    return counterparts
-
-
-def _next_free(candidates: deque[str], taken: Container[str]) -> str | None:
-    """Remove and return the first candidate that is not taken; None if there is none."""
-    while candidates:
-        candidate = candidates.popleft()
-        if candidate not in taken:
-            return candidate
-    return None
-
-
-def _descendants(paths: Iterable[str]) -> dict[str, list[str]]:
-    """For each path: the relative paths of itself and its descendants among `paths`."""
-    descendants: dict[str, list[str]] = {path: [] for path in paths}
-    for path in descendants:
-        for ancestor in tags.ancestors(path):
-            if ancestor in descendants:
-                descendants[ancestor].append(path[len(ancestor) :])
-    return descendants
-
-
-def _key(state: ModuleState, descendants: list[str], exact: bool) -> Hashable:
-    """The key of modules that match each other; None for a module with too little to match by."""
-    if exact:
-        return (state.structure, state.class_name) if state.nodes else None
-    if len(descendants) > 1 and state.class_name:
-        return (state.class_name, *sorted(descendants))
-    return None

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data
 from htp_export.format import tags
+from htp_export.format.recipes import recipe_in_words
 from htp_export.format.torch_metadata import SourceLine, source_of
 from htp_export.model.module_facts import (
     ModuleContents,
@@ -25,6 +26,7 @@ from htp_export.model.module_facts import (
     stored_tensor,
     tied_parameters,
 )
+from htp_export.model.recipes import recipe_of
 from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
 from htp_export.reporting.tag_facts import TagFacts
@@ -186,7 +188,8 @@ class Inventory:
     """A model for a drawing: modules in the order of ``named_modules()``, or the root alone.
 
     Nodes of subgraphs follow the node that contains them. ``called`` are the modules that ran; only
-    these are layers of a drawing.
+    these are layers of a drawing. ``parameters`` maps stored tensors to the parameters that they
+    were computed of, in words, ``lm_head.weight, transposed``, unless that is their name.
     """
 
     name: str
@@ -202,6 +205,7 @@ class Inventory:
     constants: tuple[TensorEntry, ...]
     statistics: Mapping[str, WeightStatistics]
     notes: tuple[str, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def spaces(self) -> Mapping[str, str]:
@@ -232,7 +236,24 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
         outputs=reader.tensors(model.graph.outputs),
         constants=reader.tensors(initializers),
         statistics=weight_statistics(model, reader.weights_of_nodes) if statistics else {},
+        parameters=_parameters_in_words(initializers),
     )
+
+
+def _parameters_in_words(initializers: Iterable[ir.Value]) -> dict[str, str]:
+    """Stored tensor → its parameters in words, if they are recorded and are not its name."""
+    words = {}
+    for value in initializers:
+        tensor = value.const_value
+        if tensor is None or tags.RECIPE not in tensor.metadata_props:
+            continue
+        try:
+            text = recipe_in_words(recipe_of(value))
+        except InputError as error:  # the page shows the rest of the file
+            text = f"unknown parameter: {error}"
+        if text not in (value.name, "a constant"):
+            words[str(value.name)] = _shortened(text)
+    return words
 
 
 class _Reader:

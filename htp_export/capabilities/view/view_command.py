@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "bert.onnx -o bert.html"
 PLACE = ("Look", 4)
+SEVERAL = ("--with",)
 IDLE = (
     Idle(("port",), lambda given: not given["serve"], "it is for --serve"),
     Idle(("output",), lambda given: given["serve"], "--serve writes no file"),
@@ -35,6 +36,11 @@ IDLE = (
         ("explorer", "weights"),
         lambda given: given["netron"] or given["overlay"],
         "it is for the page",
+    ),
+    Idle(
+        ("explorer", "weights"),
+        lambda given: given["beside"],
+        "it is for the page of a single file",
     ),
     FILE_IDLE,
     Idle(
@@ -74,8 +80,20 @@ def view_command(
     cost: Annotated[Path | None, "Output of `cost --json`: FLOPs and memory by module."] = None,
     verify: Annotated[Path | None, "Output of `verify --json` or `compare --json`: errors."] = None,
     result: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[FILE=]JSON",
+            help="Output of another command with `--json`, or of another engine; repeatable. "
+            "With `--with`, that of a file: int8.onnx=int8.json.",
+        ),
+    ] = None,
+    beside: Annotated[
         list[Path] | None,
-        "Output of another command with `--json`: `quantize`, `prune`, `sensitivity`; repeatable.",
+        typer.Option(
+            "--with",
+            metavar="FILE...",
+            help="Further files, as columns: a row for each module, and two graphs side by side.",
+        ),
     ] = None,
     measure: Annotated[
         str | None, "Measure it first: time (as `profile`), cost, or both by comma: time,cost."
@@ -116,8 +134,12 @@ def view_command(
         raise InputError("--overlay, --netron and --serve exclude each other; choose one")
     kinds = measured_kinds(measure or ())
     given = model.run_keywords(runs_on)
+    further = list(beside or ())
+    if further and (overlay or netron or not model.is_file):
+        raise InputError("--with is for the page of an ONNX file; export a PyTorch model first")
+    results_of = _results_by_file([str(model.source), *map(str, further)], result or ())
     results: list[Any] = [path for path in (profile, cost, verify) if path is not None]
-    results += result or ()
+    results += results_of[0]
 
     def draw(page: Path | None) -> tuple[View, dict[str, Any]]:
         """Draw the page into a file or memory; return it with facts for JSON."""
@@ -130,6 +152,7 @@ def view_command(
                 looked.model,
                 page,
                 results=results,
+                beside=list(zip(further, results_of[1:], strict=True)),
                 measure=kinds,
                 **given,
                 explorer=explorer,
@@ -143,7 +166,8 @@ def view_command(
         }
 
     if serve:
-        _serve(draw, port, as_json)
+        is_one_file = model.is_file and not further
+        _serve(draw, Path(str(model.source)) if is_one_file else None, port, as_json)
         return
     if (overlay or netron) and not model.is_file:
         raise InputError(
@@ -185,6 +209,33 @@ def _write_sidecar(
     sidecar = _sidecar(file, overlay, results, kinds, settings, Steps(quiet=as_json))
     write_text(target, json.dumps(sidecar, indent=1), Kind.JSON)
     _report(target, f"open {file} in {viewer}", as_json)
+
+
+def _results_by_file(files: Sequence[str], results: Sequence[str]) -> list[list[str]]:
+    """The results of each file; one without ``FILE=`` belongs to the first.
+
+    A file is named as it was typed, by its last part, or by that without ``.onnx``.
+    """
+    found: list[list[str]] = [[] for _ in files]
+    for result in results:
+        name, equals, path = result.partition("=")
+        if not equals or Path(result).exists():
+            found[0].append(result)
+            continue
+        places = [place for place, file in enumerate(files) if name in _names_of(file)]
+        if len(places) != 1:
+            problem = "no file" if not places else "several files"
+            raise InputError(
+                f"--result {result}: {problem} of this page {'is' if not places else 'are'} called "
+                f"{name!r}; there are {', '.join(files)}"
+            )
+        found[places[0]].append(path)
+    return found
+
+
+def _names_of(file: str) -> tuple[str, str, str]:
+    path = Path(file)
+    return file, path.name, path.stem
 
 
 def _report(
@@ -230,7 +281,7 @@ def _sidecar(
     from htp_export.capabilities.view.viewing import measured, read_results
     from htp_export.editing.flattening import read_flat
 
-    measures, _ = read_results(results)
+    measures = read_results(results).measures
     key, option, command, kind = _MEASURES.get(overlay or "", ("",) * 4)
     if key and kind not in kinds and all(measure.key != key for measure in measures):
         raise InputError(
@@ -239,7 +290,8 @@ def _sidecar(
     tagged = read_flat(file)
     if kinds:
         with steps.step(f"measuring {file}"), quiet_runtime():
-            measures, _ = read_results([*results, *measured(file, tagged, kinds, settings)])
+            measured_too = measured(file, tagged, kinds, settings)
+        measures = read_results([*results, *measured_too]).measures
     inventory = take_inventory(tagged, file.name)
     if overlay is None:
         return netron_attachment(inventory, [measure for measure in measures if measure.main])
@@ -249,10 +301,16 @@ def _sidecar(
 
 
 def _serve(
-    draw: Callable[[Path | None], tuple[View, dict[str, Any]]], port: int, as_json: bool
+    draw: Callable[[Path | None], tuple[View, dict[str, Any]]],
+    file: Path | None,
+    port: int,
+    as_json: bool,
 ) -> None:
-    """Draw the page and serve it until Ctrl-C."""
+    """Draw the page and serve it until Ctrl-C; with a file, also the values of its tensors."""
+    from htp_export.capabilities.view.page.document import served
     from htp_export.capabilities.view.page.server import PageServer
+    from htp_export.capabilities.view.tensor_values import TensorValues
+    from htp_export.editing.flattening import read_flat
 
     with PageServer(port) as server:  # before the work: the port may be in use
         shown, facts = draw(None)
@@ -262,5 +320,6 @@ def _serve(
             _show_counts(shown)
             typer.echo(f"{server.url}\nCtrl-C ends it")
         sys.stdout.flush()  # a parent process waits for the address
-        server.run(shown.html)
+        values = None if file is None else TensorValues(read_flat(file))
+        server.run(shown.html if values is None else served(shown.html), values)
         accept_interrupt()

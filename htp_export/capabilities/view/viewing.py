@@ -7,17 +7,25 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
+from htp_export.capabilities.view.engine_results import NamedNumbers, named_numbers
 from htp_export.capabilities.view.inventory import Inventory, take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of
 from htp_export.capabilities.view.model_explorer.application import (
     MissingApplicationError,
     application,
-    packed,
 )
 from htp_export.capabilities.view.model_explorer.graphs import drawing
 from htp_export.capabilities.view.page.document import asset, document, front_data, page_data
+from htp_export.capabilities.view.page.packing import packed
+from htp_export.capabilities.view.side_by_side import (
+    COSTS,
+    ShownFile,
+    distinct_names,
+    hashes_of,
+    page_of_files,
+)
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import FileError, InputError
 from htp_export.files.targets import Kind, check_target
@@ -38,14 +46,15 @@ if TYPE_CHECKING:
     from htp_export.capabilities.search.search_results import Search
     from htp_export.costs.result import Cost
 
-# Measures of every graph of a page, if its costs are known.
-_COSTS = ("flops", "other_flops", "activation_bytes")
 _MEASURED = ("time", "cost")
 _MOST_NODES = 20_000  # with Model Explorer: a page of 100,000 nodes has 40 MB
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
 
 Numbers = object
 """Numbers by module: a result, as of ``profile`` or ``quantize``, or a JSON file of its command."""
+
+Beside: TypeAlias = "ModelSource | tuple[ModelSource, Sequence[Numbers]]"
+"""Another file of a page, or such a file and its results."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,7 @@ def view(
     output: str | os.PathLike[str] | None = None,
     *,
     results: Sequence[Numbers] = (),
+    beside: Sequence[Beside] = (),
     measure: str | Sequence[str] = (),
     data: Data | None = None,
     dims: Mapping[str, int] | None = None,
@@ -132,6 +142,7 @@ def view(
     output: str | os.PathLike[str] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     results: Sequence[Numbers] = (),
+    beside: Sequence[Beside] = (),
     measure: str | Sequence[str] = (),
     data: Data | None = None,
     dims: Mapping[str, int] | None = None,
@@ -156,7 +167,11 @@ def view(
         results: Numbers by module for columns, sizes and colours, and precisions for colours:
             results of ``profile``, ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or
             ``sensitivity``, or files that their commands wrote with ``--json``. For a result of
-            ``search``, the page shows its front and its plans.
+            ``search``, the page shows its front and its plans. A file of another engine has numbers
+            by name of a module or node: ``{"encoder.layer.0": 1.2}``, or OpenVINO's counters.
+        beside: Further models, each alone or with its results, ``("int8.onnx", [result])``: the
+            page is a table with a row for each module and the numbers of all files, and shows the
+            graphs of two of them side by side.
         measure: Measurements for the page: ``"time"``, as by ``profile``, and ``"cost"``.
         data: The inputs of the measured run, as for `quantize`; random values by default.
         dims: Open dimension → size, for measurements.
@@ -181,6 +196,7 @@ def view(
         >>> shown.modules, shown.nodes, shown.html.startswith("<!doctype html>")
         (3, 2, True)
     """
+    from htp_export.capabilities.inspect.inspected import Inspected
     from htp_export.costs.result import Cost
 
     args, output = _arguments(is_torch_module(model), positional, args, output)
@@ -192,19 +208,25 @@ def view(
         raise InputError("data, dims and shapes are for a measurement; give measure, too")
     if not is_torch_module(model):
         results = _with_traces(results, cast(ModelSource, model))
-    measures, searches = read_results(results)
+    read = read_results(results)
     if is_torch_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
 
         model = inspect(cast(Any, model), () if args is None else args, kwargs=kwargs)
+    if beside:
+        if isinstance(model, Inspected):
+            raise InputError("files side by side are ONNX files; export the PyTorch model first")
+        files = [(cast(ModelSource, model), tuple(results)), *map(_with_results, beside)]
+        return _side_by_side(files, path, kinds, settings)
     subject = _subject_of(cast(ModelSource, model), kinds)
     tagged, file = subject.tagged, subject.file
     measurements = measured(file or tagged, tagged, kinds, settings)
     if measurements:
-        measures, searches = read_results([*results, *measurements])
+        read = read_results([*results, *measurements])
     costs = next((result for result in measurements if isinstance(result, Cost)), None)
     graphs = subject.graphs(shown_graph(tagged, file, statistics=weights, costs=costs))
-    page, missing = page_of([graph.with_results(measures) for graph in graphs], explorer, searches)
+    graphs = [graph.with_results(read) for graph in graphs]
+    page, missing = page_of(graphs, explorer, read.searches)
     if path is not None:
         write_text(path, page)
     inventory = graphs[0].inventory
@@ -275,6 +297,47 @@ def _arguments(
     if rest:
         raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
     return args, output
+
+
+def _with_results(beside: Beside) -> tuple[ModelSource, Sequence[Numbers]]:
+    """A file beside another one, and its results."""
+    return beside if isinstance(beside, tuple) else (beside, ())
+
+
+def _side_by_side(
+    files: Sequence[tuple[ModelSource, Sequence[Numbers]]],
+    path: Path | None,
+    kinds: Sequence[str],
+    settings: RunSettings,
+) -> View:
+    """The page of several files; nothing is written unless all of them can be read."""
+    named = [model if isinstance(model, str | os.PathLike) else "" for model, _ in files]
+    names = distinct_names([os.fspath(name) or f"model {k}" for k, name in enumerate(named, 1)])
+    files = [(model, _with_traces(results, model)) for model, results in files]
+    read = [read_results(results) for _, results in files]
+    shown = []
+    for (model, results), name, known in zip(files, names, read, strict=True):
+        tagged = read_flat(model)
+        measurements = measured(model, tagged, kinds, settings)
+        if measurements:
+            known = read_results([*results, *measurements])
+        if known.searches:
+            raise InputError(
+                f"{name}: the page of several files does not show a search; leave it out"
+            )
+        graph = shown_graph(tagged).with_results(known)
+        structures, steps = hashes_of(tagged)
+        notes = graph.note.splitlines()
+        shown.append(ShownFile(name, graph.inventory, graph.measures, notes, structures, steps))
+    page, modules = page_of_files(shown)
+    if path is not None:
+        write_text(path, page)
+    return View(
+        html=page,
+        path=path,
+        nodes=sum(len(file.inventory.nodes) for file in shown),
+        modules=modules,
+    )
 
 
 def _graphs_of(inspected: Inspected, shown: ShownGraph) -> list[ShownGraph]:
@@ -357,40 +420,70 @@ def _with_traces(results: Sequence[Numbers], model: ModelSource) -> list[Numbers
     return shown
 
 
-def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
-    """Return the measures of results, with distinct keys, and the results that are searches."""
-    measures: dict[str, Measure] = {}
+@dataclass(frozen=True)
+class ReadResults:
+    """The results for a page.
+
+    Attributes:
+        measures: Numbers by module, with distinct keys and titles.
+        named: Numbers by name, which depend on the model.
+        searches: The results that are searches.
+    """
+
+    measures: Sequence[Measure]
+    named: Sequence[NamedNumbers] = ()
+    searches: Sequence[Search] = ()
+
+
+def read_results(results: Sequence[Numbers]) -> ReadResults:
+    """Read results and their JSON files."""
+    from htp_export.capabilities.search.search_results import Search
+
+    measures: list[Measure] = []
+    named = []
     searches = []
     for result in results:
         opened = _opened(result)
-        if not isinstance(opened, list):
+        if isinstance(opened, NamedNumbers):
+            named.append(opened)
+        elif isinstance(opened, Search):
             searches.append(opened)
-            continue
-        for measure in opened:
-            key = measure.key
-            title = measure.title
-            number = 1
-            while key in measures:
-                number += 1
-                key = f"{measure.key}:{number}"
-                title = f"{measure.title} ({number})"
-            measures[key] = replace(measure, key=key, title=title)
-    return list(measures.values()), searches
+        else:
+            measures += opened
+    return ReadResults(_numbered(measures), named, searches)
 
 
-def _opened(result: Numbers) -> list[Measure] | Search:
-    """The measures of a result or of its JSON file, or the search that it is."""
+def _numbered(measures: Sequence[Measure]) -> list[Measure]:
+    """The measures with distinct keys; the titles of repeated ones have numbers."""
+    distinct: dict[str, Measure] = {}
+    for measure in measures:
+        key = measure.key
+        title = measure.title
+        number = 1
+        while key in distinct:
+            number += 1
+            key = f"{measure.key}:{number}"
+            title = f"{measure.title} ({number})"
+        distinct[key] = replace(measure, key=key, title=title)
+    return list(distinct.values())
+
+
+def _opened(result: Numbers, file: str = "numbers") -> list[Measure] | NamedNumbers | Search:
+    """The measures of a result or of its JSON file, numbers by name, or the search that it is."""
     from htp_export.capabilities.search.search_results import Search, search_from
 
     if isinstance(result, str | os.PathLike):
         try:
-            return _opened(read_json(result))
+            return _opened(read_json(result), Path(result).stem)
         except FileError:
             raise
         except InputError as error:
             raise FileError(Path(result), str(error)) from error
     search = result if isinstance(result, Search) else search_from(result)
-    return measures_of(result) if search is None else search
+    if search is not None:
+        return search
+    named = named_numbers(result, file)
+    return measures_of(result) if named is None else named
 
 
 @dataclass(frozen=True)
@@ -406,11 +499,16 @@ class ShownGraph:
     note: str = ""
     file: str = ""
 
-    def with_results(self, results: Sequence[Measure]) -> ShownGraph:
+    def with_results(self, results: ReadResults) -> ShownGraph:
         """The same graph with measures of the user, which replace its own with the same key."""
-        keys = {measure.key for measure in results}
+        matched = [named.of_model(self.inventory) for named in results.named]
+        measures = _numbered([*results.measures, *(measure for measure, _ in matched)])
+        keys = {measure.key for measure in measures}
         kept = [measure for measure in self.measures if measure.key not in keys]
-        return replace(self, measures=(*results, *kept))
+        notes = [self.note, *(note for _, note in matched)]
+        return replace(
+            self, measures=(*measures, *kept), note="\n".join(note for note in notes if note)
+        )
 
 
 @names_model_faults("model")
@@ -428,7 +526,7 @@ def shown_graph(
         return ShownGraph(
             inventory, note=f"FLOPs and activations are not known: {error}", file=file
         )
-    measures = tuple(measure for measure in measures_of(costs) if measure.key in _COSTS)
+    measures = tuple(measure for measure in measures_of(costs) if measure.key in COSTS)
     note = f"FLOPs and activations: {', '.join(costs.assumed)}." if costs.assumed else ""
     return ShownGraph(inventory, measures, note=note, file=file)
 

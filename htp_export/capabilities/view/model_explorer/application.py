@@ -7,7 +7,6 @@ only the tested versions, which the extra ``view`` requires, are accepted.
 from __future__ import annotations
 
 import base64
-import gzip
 import json
 import mimetypes
 import re
@@ -60,12 +59,6 @@ def application(prelude: str) -> dict[str, Any]:
         "files": files,
         "settings": _SETTINGS,
     }
-
-
-def packed(data: Any) -> str:
-    """Data as compressed JSON in base64; equal for equal data."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
 
 
 def _folder() -> Path:

@@ -39,17 +39,9 @@ if TYPE_CHECKING:
 
 
 SCRIPTS = (
-    *(
-        "sizes.js",
-        "reasons.js",
-        "model.js",
-        "colours.js",
-        "search.js",
-        "table.js",
-        "details.js",
-        "map.js",
-    ),
-    *("layers.js", "follow.js", "graph.js", "front.js", "explorer.js", "main.js"),
+    *("base.js", "packed.js", "sizes.js", "reasons.js", "model.js", "colours.js", "search.js"),
+    *("table.js", "details.js", "map.js", "layers.js", "drawing.js", "picture.js"),
+    *("follow.js", "graph.js", "front.js", "explorer.js", "main.js"),
 )
 """The scripts of the page of a model, in execution order."""
 
@@ -89,6 +81,12 @@ def document(
         "scripts": "\n".join(f"<script>{source}</script>" for source in sources),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place.group(1)], asset(template))
+
+
+def served(page: str) -> str:
+    """A page for a server of this machine, which may ask it for the values of tensors."""
+    allowed = page.replace("default-src 'none'; ", "default-src 'none'; connect-src 'self'; ", 1)
+    return allowed.replace("<html ", '<html data-served="yes" ', 1)
 
 
 def _data_element(kind: str, identifier: str, text: str) -> str:
@@ -150,6 +148,7 @@ def page_data(
         "modules": modules,
         "nodes": [_node(node) for node in inventory.nodes],
         "types": {tensor.name: tensor.type for tensor in typed if tensor.type},
+        "recipes": dict(inventory.parameters),
         "values": {tensor.name: tensor.value for tensor in inventory.constants if tensor.value},
         "statistics": {name: _rounded(entry) for name, entry in inventory.statistics.items()},
         "repeats": repeated,
@@ -303,8 +302,8 @@ def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> di
         "additive": measure.additive,
         "main": measure.main,
         "named": measure.named,
-        "total": [_number(measure.total, path) for path in paths],
-        "own": [_number(measure.own, path) for path in paths],
+        "total": [json_number(measure.total.get(path)) for path in paths],
+        "own": [json_number(measure.own.get(path)) for path in paths],
         "nodes": [None if value is None else float(f"{value:.6g}") for value in by_node],
         "said": True if len(measured) == len(inventory.nodes) else measured,
         "words": {
@@ -315,9 +314,8 @@ def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> di
     }
 
 
-def _number(values: Mapping[str, float], path: str) -> float | str | None:
-    """A value; as a word if JSON cannot express it."""
-    value = values.get(path)
+def json_number(value: float | None) -> float | str | None:
+    """A number; as a word if JSON cannot express it."""
     if value is None or math.isfinite(value):
         return value
     if math.isnan(value):

@@ -3,7 +3,8 @@
 Any client that can reach the port is untrusted: other users, and every site that the browser has
 open, which can send requests to 127.0.0.1 and, by DNS rebinding, read the answers. Therefore the
 page has a random path; a request must name this server as its host, and as its origin if it has
-one; no file is read after the start, and nothing is written. Each connection takes a thread, of
+one; of files, only the weights of the model in the page are read after the start, by the name of a
+tensor (``tensor?name=`` below the path), and nothing is written. Each connection takes a thread, of
 which there are few: if all are in use, the oldest connection ends, so that idle connections cannot
 block others.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import logging
 import math
 import os
@@ -20,15 +22,18 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from htp_export.errors import InputError
 
 _LOGGER = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
+_TENSOR = "tensor?name="
+Values: TypeAlias = Callable[[str], dict[str, Any] | None]
 _MOST_CONNECTIONS = 32
 """Connections at the same time; a browser opens six. ``docs/untrusted.md`` has the number."""
 
@@ -58,6 +63,7 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def __init__(self, port: int = 0) -> None:
         self.page = b""
+        self.values: Values = lambda _name: None
         self.path = f"/{secrets.token_urlsafe(32)}/"
         self._free = threading.Semaphore(_MOST_CONNECTIONS)
         # Deadlines of connections, the oldest connection first.
@@ -77,9 +83,14 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """The address of the page, with its access token."""
         return f"http://{self.hosts[0]}{self.path}"
 
-    def run(self, page: str) -> None:
-        """Answer requests with an HTML page until Ctrl-C; earlier requests wait for it."""
+    def run(self, page: str, values: Values | None = None) -> None:
+        """Answer requests with an HTML page until Ctrl-C; earlier requests wait for it.
+
+        ``values`` returns data about the tensor of a name; None if there is no such tensor.
+        """
         self.page = page.encode()
+        if values is not None:
+            self.values = values
         try:
             self.serve_forever()
         except KeyboardInterrupt:
@@ -156,10 +167,25 @@ class _Request(BaseHTTPRequestHandler):
             is_wrong_method = refused is HTTPStatus.METHOD_NOT_ALLOWED
             self._head(refused, 0, {"Allow": "GET, HEAD"} if is_wrong_method else {})
             return
-        headers = {"Content-Type": "text/html; charset=utf-8", **_HEADERS}
-        self._head(HTTPStatus.OK, len(self.server.page), headers)
+        name = self._tensor()
+        if name is None:
+            self._send(self.server.page, "text/html; charset=utf-8")
+            return
+        found = self.server.values(name)
+        if found is None:
+            self._head(HTTPStatus.NOT_FOUND, 0, {})
+            return
+        self._send(json.dumps(found, allow_nan=False).encode(), "application/json")
+
+    def _send(self, body: bytes, kind: str) -> None:
+        self._head(HTTPStatus.OK, len(body), {"Content-Type": kind, **_HEADERS})
         if self.command == "GET":
-            self.wfile.write(self.server.page)
+            self.wfile.write(body)
+
+    def _tensor(self) -> str | None:
+        """The name of the tensor that is asked for; None for the page."""
+        query = self.path[len(self.server.path) :]
+        return unquote(query.removeprefix(_TENSOR)) if query else None
 
     # Names required by http.server.
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = _answer  # noqa: N815
@@ -172,7 +198,10 @@ class _Request(BaseHTTPRequestHandler):
             return HTTPStatus.MISDIRECTED_REQUEST
         if any(origin != f"http://{hosts[0]}" for origin in origins):
             return HTTPStatus.FORBIDDEN
-        if not hmac.compare_digest(self.path.encode("utf-8", "replace"), self.server.path.encode()):
+        address, query = self.path[: len(self.server.path)], self.path[len(self.server.path) :]
+        if not hmac.compare_digest(address.encode("utf-8", "replace"), self.server.path.encode()):
+            return HTTPStatus.NOT_FOUND
+        if query and not query.startswith(_TENSOR):
             return HTTPStatus.NOT_FOUND
         if self.command not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED

@@ -25,17 +25,16 @@
     for (const letter of name) hash = Math.imul(hash ^ letter.codePointAt(0), 16777619);
     return (hash >>> 8) % PALETTE.length;
   }
-  // Name → colour, by its hash, so that it is the same in every model. A name that is not `common` to models moves on to the
-  // next colour that is free.
-  function assigned(names, common = () => false) {
+  // Name → colour, by its hash, so that it is the same in every model. A name whose colour is taken has the next free one;
+  // names that are `common` to models choose first. Of more names than colours, some share one, but none with those `near` it.
+  function assigned(names, common = () => false, near = () => []) {
     const places = new Map();
-    for (const name of names) if (common(name)) places.set(htp.simple(name), hashed(htp.simple(name)));
-    const kept = new Set(places.values());
-    const taken = new Set(kept);
-    for (const name of names.map(htp.simple)) {
-      let place = places.get(name) ?? hashed(name);
-      const used = [taken, kept].find((each) => each.size < PALETTE.length); // of more names than colours, some share one
-      while (!places.has(name) && used?.has(place)) place = (place + 1) % PALETTE.length;
+    const taken = new Set();
+    const ordered = [...names.filter(common), ...names.filter((name) => !common(name))].map(htp.simple);
+    for (const name of new Set(ordered)) {
+      const choices = PALETTE.map((_, k) => (hashed(name) + k) % PALETTE.length);
+      const around = new Set(near(name).map((other) => places.get(other)));
+      const place = choices.find((each) => !taken.has(each)) ?? choices.find((each) => !around.has(each)) ?? choices[0];
       places.set(name, place);
       taken.add(place);
     }
@@ -44,7 +43,18 @@
   // Classes of which there are several modules come first.
   const classes = htp.modules.filter((module) => module.above && (module.nodes || module.parameters)).map((module) => module.class).sort();
   const several = classes.filter((name, k) => name === classes[k + 1]);
-  const byClass = assigned([...new Set([...several, ...classes])], (name) => name.startsWith("torch."));
+  // The classes of the modules around and beside those of each class.
+  const beside = new Map();
+  function meet(one, other) {
+    const [a, b] = [one, other].map((module) => htp.simple(module.class));
+    if (a === b) return;
+    for (const [name, neighbour] of [[a, b], [b, a]]) beside.set(name, (beside.get(name) ?? new Set()).add(neighbour));
+  }
+  for (const module of htp.modules) {
+    const kinds = [...new Map(module.children.map((child) => [child.class, child])).values()];
+    kinds.forEach((child, k) => [module, ...kinds.slice(k + 1)].forEach((other) => meet(child, other)));
+  }
+  const byClass = assigned([...new Set([...several, ...classes])], (name) => name.startsWith("torch."), (name) => [...(beside.get(name) ?? [])]);
   const ofClass = (module) => byClass(module.class) ?? empty();
   // Of words, such as precisions, too.
   for (const column of htp.columns) if (column.named) column.colour = assigned(column.kinds.sort());

@@ -36,14 +36,43 @@
   function tensor([name, type], node = null, around = null) {
     const shown = node ? link(node, name || "(no name)") : htp.make("span", { className: "path", textContent: name || "(no name)" });
     const others = (htp.readersOf.get(name) ?? []).filter((module) => around && module !== around);
-    return htp.make("div", { className: "tensor" }, shown, htp.make("span", { className: "type", textContent: type || "type not known" }),
-      ...(node ? [statistics(name)] : [values(name), statistics(name)]),
+    const recipe = node ? undefined : htp.data.recipes[name];
+    return htp.make("div", { className: "tensor" }, recipe ? htp.make("b", { className: "path", textContent: recipe }) : null, recipe ? htp.make("span", { className: "type" }, "stored as ", shown) : shown, htp.make("span", { className: "type", textContent: type || "type not known" }),
+      ...(node ? [statistics(name)] : [values(name), statistics(name), asking(name)]),
       others.length ? htp.make("span", { className: "type" }, "also read by ", ...some(others, (module) => htp.make("span", {}, link(module), " "))) : null);
   }
 
   function values(name) {
     const said = htp.data.values[name];
     return said === undefined ? null : htp.make("code", { className: "value", textContent: said });
+  }
+
+  // A page that is served asks for the values of a tensor that the file stores.
+  const entering = new Set(htp.data.inputs.map(([name]) => name));
+  function asking(name) {
+    if (!document.documentElement.dataset.served || !htp.data.types[name] || entering.has(name)) return null;
+    const place = htp.make("div", {});
+    const button = htp.make("button", { textContent: "Values and histogram" });
+    button.onclick = async () => {
+      button.disabled = true;
+      try {
+        const answer = await fetch(`tensor?name=${encodeURIComponent(name)}`);
+        place.replaceChildren(...(answer.ok ? histogram(await answer.json()) : ["the file does not store it"]));
+      } catch {
+        place.replaceChildren("the server does not answer");
+      }
+    };
+    place.append(button);
+    return place;
+  }
+  function histogram({ problem, values: first, counts, edges, counted, not_finite: strange }) {
+    if (problem) return [problem];
+    const most = Math.max(1, ...counts);
+    const bars = counts.map((count, k) => htp.make("i", { style: { height: `${(100 * count) / most}%` }, title: `${htp.compact(edges[k])} to ${htp.compact(edges[k + 1])}: ${count.toLocaleString("en")}` }));
+    const range = edges.length ? `${htp.compact(edges[0])} to ${htp.compact(edges.at(-1))}, ` : "";
+    const said = `${range}${counted.toLocaleString("en")} elements${strange ? `, ${strange.toLocaleString("en")} not finite` : ""}`;
+    const begins = first.map((value) => htp.compact(htp.number(value))).join(", ");
+    return [htp.make("div", { className: "bars", role: "img", "aria-label": `Histogram: ${said}` }, ...bars), htp.make("span", { className: "type", textContent: said }), htp.make("code", { className: "value", textContent: begins })];
   }
 
   // What the values of a weight are like, where the page was written with --weights.

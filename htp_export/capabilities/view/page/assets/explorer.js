@@ -10,12 +10,6 @@
   let unpacked = null;
   let frame = null;
 
-  async function inflate(element) {
-    const bytes = Uint8Array.from(atob(element.textContent.trim()), (letter) => letter.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    return JSON.parse(await new Response(stream).text());
-  }
-
   // The places of modules and nodes, each with the layers that it lies in, the outermost first.
   function withLayers(drawn) {
     const known = new Map([["", []]]);
@@ -97,7 +91,7 @@
     delete pane.dataset.ready;
     pane.replaceChildren(htp.make("p", { className: "missing", textContent: "Opening Model Explorer …" }));
     await new Promise((then) => setTimeout(then, 30));
-    unpacked ??= Promise.all([inflate(packed), inflate(drawing).then(withLayers)]);
+    unpacked ??= Promise.all([htp.unpacked(packed), htp.unpacked(drawing).then(withLayers)]);
     const [application, drawn] = await unpacked;
     drawBar();
     const dark = document.documentElement.dataset.theme === "dark";

@@ -49,7 +49,7 @@
     return { scrollTo };
   };
 
-  htp.overview = function (element, graph, { drawn, fill }) {
+  htp.overview = function (element, graph, { drawn, zoom, fill }) {
     const [paper, sight] = element.children;
     const scale = () => Math.min(0.25, element.clientHeight / drawn().root.height);
     function draw() {
@@ -67,11 +67,11 @@
       }
     }
     function drawSight() {
-      const [top, height] = [graph.scrollTop * scale(), Math.max(8, graph.clientHeight * scale())];
+      const [top, height] = [(graph.scrollTop / zoom()) * scale(), Math.max(8, (graph.clientHeight / zoom()) * scale())];
       Object.assign(sight.style, { top: `${Math.min(top, element.clientHeight - height)}px`, height: `${height}px` });
       element.setAttribute("aria-valuenow", Math.round((100 * graph.scrollTop) / span(graph)));
     }
-    const goTo = (event) => (graph.scrollTop = (event.clientY - element.getBoundingClientRect().top) / scale() - graph.clientHeight / 2);
+    const goTo = (event) => (graph.scrollTop = ((event.clientY - element.getBoundingClientRect().top) / scale()) * zoom() - graph.clientHeight / 2);
     element.addEventListener("pointerdown", (event) => {
       element.setPointerCapture(event.pointerId);
       goTo(event);

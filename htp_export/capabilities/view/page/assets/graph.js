@@ -3,15 +3,28 @@
 // in the page, so that its size does not matter.
 (function () {
   const ROW = 28;
-  const NEAR = 300; // pixels above and below the part in sight that are drawn, too
-  const EDGES = 600; // drawn at once
-  const AT_FIRST = 40; // boxes that are opened to at most, at first
+  const AT_FIRST = 40; // boxes that are opened to at most, at first, without inputs and outputs
+  const AT_MOST = 120; // the same, down to modules that are drawn as one
   const FACTS = ["parameters", "flops", "activation_bytes"];
   const SHORT = { parameters: " par", flops: " FLOPs" };
   const byId = (id) => document.getElementById(id);
   const [graph, canvas, table, rows] = ["graph-drawing", "graph-canvas", "graph-table", "graph-rows"].map(byId);
   const [merge, listed, colour] = [byId("graph-merge"), byId("graph-list"), byId("graph-colour")];
-  const { CARD, trivial, consumers, levels, laidOut, inSight } = htp.layers;
+  // Each node lies in its owner, or in the deepest module above all of its owners.
+  function homeOf(node) {
+    const [first, ...others] = node.owners.map((path) => htp.byPath.get(path) ?? htp.root);
+    let above = first ?? htp.root;
+    for (let other of others) {
+      while (above !== other) above.depth >= other.depth ? (above = above.above) : (other = other.above);
+    }
+    return above;
+  }
+  // Nodes that compute nothing: no parameters, and costs that are known to be zero.
+  const work = ["flops", "other_flops"].map((key) => htp.columns.find((column) => column.key === key));
+  const isTrivial = (node) => !node.parameters && work.every((column) => column?.isSaid(node) && column.ofNode(node) === 0);
+  const { inputs, outputs } = htp.data;
+  const layers = htp.layersOf({ nodes: htp.nodes, modules: htp.modules, root: htp.root, inputs, outputs, homeOf, isTrivial });
+  const { trivial, consumers, levels, laidOut } = layers;
   const column = (key) => htp.columns.find((each) => each.key === key);
   const facts = FACTS.map(column).filter(Boolean);
   const columns = [...new Set([...(htp.time ? [htp.time] : []), ...facts, ...htp.columns.filter((each) => each.main && each.key !== "nodes")])];
@@ -21,7 +34,7 @@
 
   function regroup() {
     const on = merge.checked;
-    state.base ??= on ? htp.layers.merged() : null;
+    state.base ??= on ? layers.merged() : null;
     const whole = new Map();
     state.headOf = htp.nodes.map((node) => {
       const head = on ? state.base[node.id] : node;
@@ -58,7 +71,7 @@
   // What stands for an item in the drawing: itself, the node that it is merged into, or the closed module around it.
   function boxFor(item) {
     let at = item.kind === "node" ? state.headOf[item.id] : item;
-    while (at && !state.drawn.boxOf.has(at)) at = at.kind === "node" ? htp.layers.home.get(at) : at.above;
+    while (at && !state.drawn.boxOf.has(at)) at = at.kind === "node" ? layers.home.get(at) : at.above;
     return state.drawn.boxOf.get(at);
   }
   const selectedBox = () => {
@@ -74,8 +87,7 @@
     // How far down the rows up to each one reach: rows and heights grow together.
     let deepest = 0;
     state.deepest = state.order.map((box) => (deepest = Math.max(deepest, box.top)));
-    const { width, height } = state.drawn.root;
-    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+    drawing.place(state.drawn);
     rows.style.height = `${state.order.length * ROW}px`;
     table.setAttribute("aria-rowcount", state.order.length + 1);
     const shown = column(colour.value);
@@ -94,10 +106,18 @@
 
   // --- the graph
 
+  // Letters of a name that fit on a card beside what stands before it.
+  const LETTER = 7.3; // pixels, of names; those of operators are narrower
+  function roomFor(item) {
+    const before = item.kind === "node" ? 7 * item.op.length + 18 : folds(item) ? 16 : 0;
+    const after = apartButton(item) ? 44 : 0;
+    return Math.max(6, Math.floor((layers.CARD.width - 18 - before - after) / LETTER));
+  }
+
   function card(box) {
     const { item } = box;
     const open = Boolean(box.lines);
-    const label = labelOf(item);
+    const label = open ? labelOf(item) : htp.cut(labelOf(item), roomFor(item));
     const shown = column(colour.value);
     const numbers = [...(shown && !facts.includes(shown) ? [shown] : []), ...facts].filter((each) => (each.named ? text(item, each) : valueOf(item, each))).map((each) => [each, text(item, each) + (SHORT[each.key] ?? "")]);
     const head = htp.make("div", { className: "head" },
@@ -111,7 +131,7 @@
       number.dataset.key = each.key;
       return number;
     });
-    const element = htp.make("div", { className: `card ${item.kind}${open ? " open" : ""}${box === selectedBox() ? " selected" : ""}`, title: titleOf(item) },
+    const element = htp.make("div", { className: `card ${item.kind}${open ? " open" : ""}${box === selectedBox() ? " selected" : ""}${item === state.marked ? " found" : ""}`, title: titleOf(item) },
       htp.make("div", { className: `face${!open && fill(item) ? " filled" : ""}`, style: { background: open ? "" : fill(item) } }, head, htp.make("div", { className: "numbers" }, ...said)));
     Object.assign(element.style, { left: `${box.left}px`, top: `${box.top}px`, width: `${box.width}px`, height: `${box.height}px` });
     if (item.kind === "end") return element;
@@ -151,27 +171,6 @@
     return button;
   }
 
-  function svg(tag, attributes, ...children) {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-    element.append(...children);
-    return element;
-  }
-
-  // Boxes and edges between two heights.
-  function seen(top, bottom) {
-    const [boxes, paths] = [[], []];
-    (function visit(box) {
-      if (box.top > bottom || box.top + box.height < top) return;
-      boxes.push(box);
-      if (!box.lines) return;
-      const found = inSight(box, top, bottom, state.drawn.boxOf);
-      paths.push(...found.paths.slice(0, EDGES));
-      found.lines.forEach((line) => line.boxes.forEach(visit));
-    })(state.drawn.root);
-    return { boxes, paths };
-  }
-
   // What the selected item reads and what reads it, in whatever modules these are.
   function neighbours(box) {
     if (!box) return [];
@@ -193,27 +192,10 @@
     return [...pairs.values()];
   }
 
+  const drawing = htp.drawingOf(graph, canvas, { layers, card, changed: () => draw() });
   function draw() {
     if (!state.drawn || !graph.clientHeight) return;
-    const { width, height } = state.drawn.root;
-    const [top, bottom] = [Math.max(0, graph.scrollTop - NEAR), Math.min(height, graph.scrollTop + graph.clientHeight + NEAR)];
-    const { boxes, paths: edges } = seen(top, bottom);
-    const selected = selectedBox();
-    const paths = edges.slice(0, EDGES).map(({ d, ends, back }) => svg("path", { d, ...(ends ? { "marker-end": "url(#graph-arrow)" } : {}), ...(back ? { class: "back" } : {}) }));
-    const lit = neighbours(selected).map(([from, to]) => {
-      const [x, y, u, v] = [from.left + from.width / 2, from.top + from.height, to.left + to.width / 2, to.top];
-      const bend = Math.max(20, Math.abs(v - y) / 3);
-      return svg("path", { d: `M${x},${y}C${x},${y + bend} ${u},${v - bend} ${u},${v}`, class: "lit", "marker-end": "url(#graph-arrow)" });
-    });
-    const layer = (name, ...drawn) => {
-      const box = svg("svg", { class: name, viewBox: `0 ${top} ${width} ${bottom - top}`, width, height: bottom - top, "aria-hidden": "true" }, ...drawn);
-      box.style.top = `${top}px`;
-      return box;
-    };
-    const arrow = svg("marker", { id: "graph-arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0,0L8,4L0,8Z" }));
-    // Open modules below, then the edges, then cards, so that edges pass behind these.
-    const [opened, closed] = [boxes.filter((box) => box.lines), boxes.filter((box) => !box.lines)];
-    canvas.replaceChildren(...opened.map(card), layer("edges", svg("defs", {}, arrow), ...paths), layer("edges over", ...lit), ...closed.map(card));
+    drawing.draw(neighbours(selectedBox()));
     drawRows();
     drawSight();
   }
@@ -268,15 +250,12 @@
 
   // Bring a box into sight in both, where it is not.
   function reach(box) {
-    const [left, top] = [box.left + canvas.offsetLeft, box.top + canvas.offsetTop];
-    const room = graph.clientHeight - CARD.height;
-    if (top < graph.scrollTop || top > graph.scrollTop + room) scrollTo(graph, top - room / 2);
-    if (left < graph.scrollLeft || left + CARD.width > graph.scrollLeft + graph.clientWidth) graph.scrollLeft = left + CARD.width / 2 - graph.clientWidth / 2;
+    drawing.reach(box, scrollTo);
     const y = box.row * ROW;
     if (y < table.scrollTop || y + 2 * ROW > table.scrollTop + table.clientHeight) scrollTo(table, y - (table.clientHeight - 2 * ROW) / 2);
   }
 
-  const [drawOverview, drawSight] = htp.overview(byId("graph-overview"), graph, { drawn: () => state.drawn, fill });
+  const [drawOverview, drawSight] = htp.overview(byId("graph-overview"), graph, { drawn: () => state.drawn, zoom: () => drawing.scale, fill });
 
   // --- what users do
 
@@ -294,11 +273,11 @@
   // An item keeps its height on the screen while what is above it changes.
   function kept(item, change) {
     const before = state.drawn?.boxOf.get(item);
-    const offset = before ? before.top - graph.scrollTop : 0;
+    const offset = before ? before.top * drawing.scale - graph.scrollTop : 0;
     change();
     arrange();
-    const after = state.drawn.boxOf.get(item);
-    if (before && after) graph.scrollTop = after.top - offset;
+    const after = state.drawn.boxOf.get(item) ?? selectedBox();
+    if (before && after) graph.scrollTop = after.top * drawing.scale - offset;
     draw();
   }
   function toggle(item, open = !state.open.has(item)) {
@@ -314,7 +293,7 @@
     });
     if (shown) choose(boxFor(item.members[0]));
   }
-  const above = (item) => (item.kind === "node" ? htp.layers.home.get(item) : item.above);
+  const above = (item) => (item.kind === "node" ? layers.home.get(item) : item.above);
   function reveal(item, alone = true) {
     if (!state.drawn) return;
     for (let at = alone && item.kind === "module" ? item : above(item); at; at = at.above) {
@@ -328,6 +307,67 @@
     if (box) reach(box);
     draw();
   }
+
+  // The zoom changes around what is selected, if that is in sight.
+  function zoomBy(factor) {
+    const box = selectedBox();
+    const element = canvas.querySelector(".card.selected");
+    const [card, view] = [element?.getBoundingClientRect(), graph.getBoundingClientRect()];
+    const isSeen = box && !box.lines && card && card.bottom > view.top && card.top < view.bottom && card.right > view.left && card.left < view.right;
+    drawing.zoom(drawing.scale * factor, ...(isSeen ? [card.left + card.width / 2, card.top + card.height / 2] : []));
+  }
+  // The whole graph, or its own size.
+  function fit() {
+    const before = drawing.scale;
+    drawing.fit();
+    if (Math.abs(drawing.scale - before) > 0.001) return;
+    drawing.zoom(1);
+    const box = selectedBox();
+    if (box) reach(box);
+  }
+
+  // --- search
+
+  const [sought, found] = [byId("graph-search"), byId("graph-found")];
+  function hits() {
+    const text = sought.value.trim().toLowerCase();
+    if (!text) return [];
+    const ends = [...layers.ends.inputs, ...layers.ends.outputs].filter(({ members }) => members.some(([name]) => name.toLowerCase().includes(text)));
+    try {
+      return [...ends, ...(htp.search(sought.value)?.hits ?? [])];
+    } catch {
+      return ends; // the word is no selector yet
+    }
+  }
+  let place = -1;
+  function go(step) {
+    const list = hits();
+    place = list.length ? (place + step + list.length) % list.length : -1;
+    found.textContent = sought.value.trim() ? (list.length ? `${place + 1} of ${list.length.toLocaleString("en")}` : "not found") : "";
+    const item = list[place];
+    state.marked = item?.kind === "end" ? item : null;
+    if (state.marked) {
+      state.open.add(htp.root);
+      arrange();
+      reach(boxFor(item));
+    } else if (item) {
+      htp.select(item);
+    }
+    draw();
+  }
+  sought.oninput = () => {
+    place = -1;
+    const count = hits().length;
+    found.textContent = sought.value.trim() ? `${count.toLocaleString("en")} found` : "";
+  };
+  sought.onkeydown = (event) => {
+    if (event.key === "Enter") go(event.shiftKey ? -1 : 1);
+    if (event.key === "Escape") {
+      sought.value = "";
+      sought.oninput();
+      graph.focus();
+    }
+  };
 
   function onKey(event) {
     const box = selectedBox();
@@ -353,6 +393,10 @@
         const fold = box && (box.item.kind === "fold" ? box.item : box.item.run?.fold);
         if (fold) takeApart(fold);
       },
+      "+": () => zoomBy(1.25),
+      "=": () => zoomBy(1.25),
+      "-": () => zoomBy(0.8),
+      0: fit,
       m: () => {
         const node = htp.selected?.kind === "node" ? state.base?.[htp.selected.id] : null;
         if (node && state.whole.has(node)) takeApart(node);
@@ -377,8 +421,13 @@
   colour.append(...htp.colours.options());
   if (htp.time) colour.value = htp.time.key;
   colour.onchange = arrange;
-  byId("graph-fold").onclick = () => kept(null, () => (state.open = new Set([htp.root])));
-  byId("graph-unfold").onclick = () => kept(null, () => (state.open = new Set([...htp.modules, ...htp.modules.map((module) => module.run?.fold)])));
+  byId("graph-fold").onclick = () => kept(selectedBox()?.item, () => (state.open = new Set([htp.root])));
+  byId("graph-unfold").onclick = () => kept(selectedBox()?.item, () => (state.open = new Set([...htp.modules, ...htp.modules.map((module) => module.run?.fold)])));
+  byId("graph-in").onclick = () => zoomBy(1.25);
+  byId("graph-out").onclick = () => zoomBy(0.8);
+  byId("graph-fit").onclick = fit;
+  byId("graph-png").onclick = () => htp.picture.savePng(graph, htp.data.name);
+  byId("graph-svg").onclick = () => htp.picture.saveSvg(graph, htp.data.name);
   drawHead();
 
   // At first, what holds alike modules is open, and these are drawn once each; without any, as much as fits on a screen.
@@ -389,9 +438,9 @@
     let level = [htp.root];
     let count = 1;
     while (level.length) {
-      const inside = level.flatMap((module) => [...state.found.get(module).items]).filter((item) => !item.run || item.run.fold.members[0] === item);
+      const inside = level.flatMap((module) => [...state.found.get(module).items]).filter((item) => item.kind !== "end" && (!item.run || item.run.fold.members[0] === item));
       count += inside.length;
-      if (count > AT_FIRST && level[0] !== htp.root) break;
+      if (count > (level.some((module) => holding.has(module)) ? AT_MOST : AT_FIRST) && level[0] !== htp.root) break;
       level.forEach((module) => state.open.add(module));
       level = inside.filter((item) => item.kind === "module" && !item.run && (!holding.size || holding.has(item)));
     }
@@ -404,7 +453,19 @@
     reveal(item.kind === "fold" ? item.members[0] : item, item.kind !== "fold");
   }
   htp.listeners.push((item, by) => by !== "graph" && state.drawn && show(item));
-  new ResizeObserver(() => state.drawn && graph.clientHeight && (drawOverview(), draw())).observe(graph);
+  // What is selected and was in sight stays there when the window changes.
+  let size = [0, 0];
+  new ResizeObserver(() => {
+    if (!state.drawn || !graph.clientHeight) return;
+    const box = selectedBox();
+    const [width, height] = size;
+    size = [graph.clientWidth, graph.clientHeight];
+    const [x, y] = box ? [box.left * drawing.scale + canvas.offsetLeft, box.top * drawing.scale + canvas.offsetTop] : [0, 0];
+    const wasSeen = box && !box.lines && y >= graph.scrollTop && y <= graph.scrollTop + height && x >= graph.scrollLeft && x <= graph.scrollLeft + width;
+    if (wasSeen) reach(box);
+    drawOverview();
+    draw();
+  }).observe(graph);
   htp.graph = {
     state,
     open: () => (state.drawn ? (drawOverview(), draw()) : first()),

@@ -1,6 +1,8 @@
 "use strict";
-// The graph by module: what stands in each module, how it is connected there, and where it is drawn.
-(function () {
+// The graph by module: what stands in each module, how it is connected there, and where it is drawn. A model has `nodes`,
+// `modules`, the `root` of these, `inputs` and `outputs` as [name, type], and tells the module that a node lies in (`homeOf`)
+// and whether the node computes nothing (`isTrivial`).
+htp.layersOf = function ({ nodes, modules, root, inputs, outputs, homeOf, isTrivial = () => false }) {
   const CARD = { width: 216, height: 44 };
   const GAP = { x: 14, y: 24 };
   const PAD = 12;
@@ -8,53 +10,68 @@
   const LANES = 12; // of more, some are drawn on top of others
   const ACROSS = 8; // cards beside each other; of more, there are several lines
 
-  // Each node lies in its owner, or in the deepest module above all of its owners.
-  const home = new Map(htp.nodes.map((node) => {
-    const [first, ...others] = node.owners.map((path) => htp.byPath.get(path) ?? htp.root);
-    let above = first ?? htp.root;
-    for (let other of others) {
-      while (above !== other) above.depth >= other.depth ? (above = above.above) : (other = other.above);
-    }
-    return [node, above];
-  }));
-  const consumers = htp.nodes.map(() => new Set());
-  for (const node of htp.nodes) for (const [, from] of node.inputs) if (from !== null) consumers[from].add(node);
-  const makers = new Map(htp.nodes.flatMap((node) => node.outputs.map(([name]) => [name, node])));
-  const end = (word) => ([name, type]) => ({ kind: "end", word, name, type, label: `${word} ${name}` });
-  const ends = { inputs: htp.data.inputs.map(end("in")), outputs: htp.data.outputs.map(end("out")) };
-  const containerOf = (item) => (item.kind === "node" ? home.get(item) : item.kind === "module" ? item.above : htp.root);
+  const home = new Map(nodes.map((node) => [node, homeOf(node)]));
+  const consumers = nodes.map(() => new Set());
+  for (const node of nodes) for (const [, from] of node.inputs) if (from !== null) consumers[from].add(node);
+  const makers = new Map(nodes.flatMap((node) => node.outputs.map(([name]) => [name, node])));
+  const ends = { inputs: gathered("in", inputs), outputs: gathered("out", outputs) };
+  const containerOf = (item) => (item.kind === "node" ? home.get(item) : item.kind === "module" ? item.above : root);
 
-  // Nodes that compute nothing: no parameters, and costs that are known to be zero.
-  const work = ["flops", "other_flops"].map((key) => htp.columns.find((column) => column.key === key));
-  const idle = (node) => !node.parameters && work.every((column) => column?.isSaid(node) && column.ofNode(node) === 0);
-  const trivial = htp.nodes.map(idle);
+  const trivial = nodes.map(isTrivial);
+
+  // Inputs or outputs as items. If they fill more than a line, those whose names differ in numbers alone, such as those of
+  // a cache, are one.
+  function gathered(word, tensors) {
+    const alike = new Map();
+    for (const tensor of tensors) {
+      const pattern = tensor[0].replace(/\d+/g, "#");
+      alike.set(pattern, [...(alike.get(pattern) ?? []), tensor]);
+    }
+    const item = (name, type, members) => ({ kind: "end", word, name, type, label: `${word} ${name}`, members });
+    return [...alike.values()].flatMap((members) => {
+      if (members.length < 2 || tensors.length <= ACROSS) return members.map((tensor) => item(...tensor, [tensor]));
+      const types = [...new Set(members.map(([, type]) => type))];
+      return [item(rangeOf(members.map(([name]) => name)), `${members.length} × ${types.length > 1 ? `${types.length} types` : types[0]}`, members)];
+    });
+  }
+  // Names that differ in numbers as one: "past.0…11.key".
+  function rangeOf(names) {
+    const numbers = names.map((name) => name.match(/\d+/g).map(Number));
+    let k = 0;
+    return names[0].replace(/\d+/g, (number) => {
+      const values = numbers.map((each) => each[k]);
+      k++;
+      const [least, most] = [Math.min(...values), Math.max(...values)];
+      return least === most ? number : `${least}…${most}`;
+    });
+  }
 
   // Trivial nodes as part of a neighbour in the same module: of the producer of all that they read, else of the only
   // consumer of what they make. No other path joins the two then, so that the graph stays without cycles. Returns the
   // node that each node is a part of.
   function merged() {
-    const head = htp.nodes.map((_, id) => id);
-    const parts = htp.nodes.map((node) => [node]);
+    const head = nodes.map((_, id) => id);
+    const parts = nodes.map((node) => [node]);
     const find = (id) => {
       while (head[id] !== id) id = head[id] = head[head[id]];
       return id;
     };
     function join(id, neighbours) {
       const [into, other] = new Set(neighbours.map(find).filter((each) => each !== id));
-      if (into === undefined || other !== undefined || home.get(htp.nodes[into]) !== home.get(htp.nodes[id])) return;
+      if (into === undefined || other !== undefined || home.get(nodes[into]) !== home.get(nodes[id])) return;
       head[id] = into;
       parts[into].push(...parts[id]);
     }
-    trivial.forEach((is, id) => is && join(id, htp.nodes[id].inputs.map(([, from]) => from).filter((from) => from !== null)));
+    trivial.forEach((is, id) => is && join(id, nodes[id].inputs.map(([, from]) => from).filter((from) => from !== null)));
     for (let id = head.length - 1; id >= 0; id--) {
       if (trivial[id] && head[id] === id) join(id, parts[id].flatMap((node) => [...consumers[node.id]].map((reader) => reader.id)));
     }
-    return htp.nodes.map((_, id) => htp.nodes[find(id)]);
+    return nodes.map((_, id) => nodes[find(id)]);
   }
 
   // What stands in each module, and the edges between these. `headOf` has the node that each node is drawn in.
   function levels(headOf) {
-    const found = new Map(htp.modules.map((module) => [module, { items: new Set(), next: new Map(), entries: new Set(), exits: new Set() }]));
+    const found = new Map(modules.map((module) => [module, { items: new Set(), next: new Map(), entries: new Set(), exits: new Set() }]));
     function link(from, to) {
       let [a, b] = [from, to];
       let [left, right] = [containerOf(a), containerOf(b)];
@@ -72,21 +89,23 @@
       if (!next.has(a)) next.set(a, new Set());
       next.get(a).add(b);
     }
-    const inputs = new Map(ends.inputs.map((input) => [input.name, input]));
-    for (const input of ends.inputs) found.get(htp.root).items.add(input);
-    for (const node of htp.nodes) {
+    const entering = new Map(ends.inputs.flatMap((input) => input.members.map(([name]) => [name, input])));
+    for (const input of ends.inputs) found.get(root).items.add(input);
+    for (const node of nodes) {
       const drawn = headOf[node.id];
       for (let item = drawn, above = home.get(drawn); above && !found.get(above).items.has(item); [item, above] = [above, above.above]) found.get(above).items.add(item);
       for (const [name, from] of node.inputs) {
-        const source = from === null ? inputs.get(name) : headOf[from];
+        const source = from === null ? entering.get(name) : headOf[from];
         if (source && source !== drawn) link(source, drawn);
       }
     }
     for (const output of ends.outputs) {
-      found.get(htp.root).items.add(output);
-      const maker = makers.get(output.name);
-      const source = maker ? headOf[maker.id] : inputs.get(output.name);
-      if (source) link(source, output);
+      found.get(root).items.add(output);
+      for (const [name] of output.members) {
+        const maker = makers.get(name);
+        const source = maker ? headOf[maker.id] : entering.get(name);
+        if (source) link(source, output);
+      }
     }
     return found;
   }
@@ -168,20 +187,21 @@
 
   // The edges of a module by line, so that those in sight are found without the others. An edge to the next line is
   // `direct`. Others leave their line at `starts`, pass by at the left along the `trunk` of their producer, and arrive at
-  // `ends`. Before the first line is the top of the module, after the last one its bottom; there, an end is null.
+  // `ends`. All that leave the module have trunks in one lane, since they arrive at one place. Before the first line is the top of the module, after the last one its bottom; there, an end is null.
   function edgesOf(level) {
     const lineOf = new Map(level.lines.flatMap((line, k) => line.map((item) => [item, k])));
     const count = level.lines.length;
     const [direct, starts, ends] = [0, 1, 2].map(() => Array.from({ length: count + 2 }, () => []));
-    const trunks = new Map();
+    const [trunks, leaving] = [new Map(), new Map()];
     function add(from, to) {
       const [start, stop] = [from ? lineOf.get(from) : -1, to ? lineOf.get(to) : count];
       if (stop === start + 1) return direct[start + 1].push({ from, to });
-      if (!trunks.has(from)) {
-        trunks.set(from, { from, start: start + 1, first: stop, last: stop });
-        starts[start + 1].push(trunks.get(from));
+      const known = to ? trunks : leaving;
+      if (!known.has(from)) {
+        known.set(from, { from, start: start + 1, first: stop, last: stop, leaves: !to });
+        starts[start + 1].push(known.get(from));
       }
-      const trunk = trunks.get(from);
+      const trunk = known.get(from);
       trunk.first = Math.min(trunk.first, stop);
       trunk.last = Math.max(trunk.last, stop);
       ends[stop + 1].push({ to, trunk, back: stop <= start });
@@ -191,13 +211,16 @@
     for (const from of level.exits) add(from, null);
     const ending = [];
     const from = ({ start, first }) => Math.min(start, first);
-    for (const trunk of [...trunks.values()].sort((a, b) => from(a) - from(b))) {
-      let lane = ending.findIndex((last) => last < from(trunk));
+    const all = [...trunks.values(), ...leaving.values()];
+    let laneOut = -1;
+    for (const trunk of all.sort((a, b) => from(a) - from(b))) {
+      let lane = trunk.leaves ? laneOut : ending.findIndex((last) => last < from(trunk));
       if (lane < 0) lane = ending.length < LANES ? ending.length : LANES - 1;
-      ending[lane] = Math.max(ending[lane] ?? 0, trunk.start, trunk.last);
+      if (trunk.leaves) laneOut = lane;
+      ending[lane] = trunk.leaves ? count : Math.max(ending[lane] ?? 0, trunk.start, trunk.last);
       trunk.lane = lane;
     }
-    return { direct, starts, ends, trunks: [...trunks.values()], lanes: ending.length };
+    return { direct, starts, ends, trunks: all, lanes: ending.length };
   }
 
   // A module or node with its size; an open module with what stands in it, and where. Of several modules that are drawn as
@@ -233,17 +256,17 @@
   }
 
   // All boxes, each after the one around it, with their places in the whole drawing.
-  function laidOut(found, open, apart) {
-    const root = boxOf(htp.root, found, open, apart);
+  function laidOut(found, open, apart, top = root) {
+    const whole = boxOf(top, found, open, apart);
     const boxes = [];
-    const pending = [[root, 0, 0, 0, null]];
+    const pending = [[whole, 0, 0, 0, null]];
     while (pending.length) {
       const [box, left, top, depth, around] = pending.pop();
       Object.assign(box, { left, top, depth, around });
       boxes.push(box);
       for (const child of (box.lines ?? []).flatMap((line) => line.boxes).reverse()) pending.push([child, left + child.x, top + child.y, depth + 1, box]);
     }
-    return { root, boxes, boxOf: new Map(boxes.flatMap((box) => [box.item, ...(box.item.members ?? [])].map((item) => [item, box]))) };
+    return { root: whole, boxes, boxOf: new Map(boxes.flatMap((box) => [box.item, ...(box.item.members ?? [])].map((item) => [item, box]))) };
   }
 
   // The edges of an open module between two heights, as paths, and the first and last of its lines that are in sight.
@@ -294,5 +317,5 @@
     return { lines: lines.slice(first, last + 1), paths };
   }
 
-  htp.layers = { CARD, home, consumers, trivial, merged, levels, laidOut, inSight };
-})();
+  return { CARD, ends, home, consumers, trivial, merged, levels, laidOut, inSight };
+};

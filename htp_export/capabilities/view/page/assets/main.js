@@ -39,7 +39,7 @@
   const KEYS = {
     modules: "A click on a head sorts · ↑ ↓ ← → move · Enter opens and closes · * opens all below · x shows each of several that are drawn as one · / searches",
     map: "← → beside · ↓ into a module · ↑ out of it · Enter or a double click makes it the whole map · Escape comes back · / searches",
-    graph: "↑ ↓ through modules and nodes · → opens a module · ← closes it · x shows each of several that are drawn as one · m merges trivial nodes or shows them · Tab to the table and the overview · / searches",
+    graph: "↑ ↓ through modules and nodes · → opens a module · ← closes it · x shows each of several that are drawn as one · m merges trivial nodes or shows them · + − 0 zoom · drag moves · Tab to the table and the overview · / searches",
     front: "A click on a point, or Enter on a line, shows its plan",
     explorer: "Tab or click into the graph, then ← → beside · ↓ into a module · ↑ out of it · space fits the graph into the window",
   };
@@ -85,8 +85,8 @@
     const typing = event.target.matches("input, select, textarea");
     if (event.key === "/" && !typing) {
       event.preventDefault();
-      htp.tab("modules");
-      byId("search").focus();
+      if (tab !== "graph") htp.tab("modules");
+      byId(tab === "graph" ? "graph-search" : "search").focus();
     }
     if (event.key === "Escape" && event.target === byId("search")) {
       byId("search").value = "";

@@ -1,7 +1,5 @@
 "use strict";
-// The data of the page, and how numbers are written. Everything in it comes from a file that anybody may have made:
-// it gets into the page as text only, through `make` and `textContent`, never as HTML.
-const htp = (window.htp = {}); // a property, so that the frame of the graph sees it
+// The data of the page: modules and nodes of the graph that is shown, and their numbers.
 
 // A page has one graph or several; the address says which one is shown, so that the others need not be read.
 htp.graphs = JSON.parse(document.getElementById("graphs").textContent);
@@ -11,37 +9,6 @@ htp.asked = () => {
 };
 htp.shown = htp.asked();
 htp.data = JSON.parse(document.getElementById(htp.shown ? `data-${htp.shown}` : "data").textContent);
-
-htp.make = function (tag, properties = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) {
-    if (name === "style") Object.assign(element.style, value);
-    else if (name.includes("-") || name === "role") element.setAttribute(name, value);
-    else element[name] = value;
-  }
-  element.append(...children.filter((child) => child !== null && child !== undefined));
-  return element;
-};
-
-// Numbers that JSON has no sign for are written as words.
-htp.number = (value) => (value === null || value === undefined ? null : Number(String(value).replace("inf", "Infinity")));
-
-const SCALES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
-htp.compact = function (value, unit = "") {
-  if (value === null || value === undefined) return "";
-  if (!Number.isFinite(value)) return String(value);
-  if (unit === "B") return bytesText(value);
-  const size = Math.abs(value);
-  if (unit === "ms") return size === 0 ? "0" : size >= 100 ? value.toFixed(0) : size >= 1 ? value.toFixed(2) : value.toFixed(3);
-  if (size !== 0 && size < 1e-3) return value.toExponential(1);
-  const scale = SCALES.find(([limit]) => size >= limit);
-  return scale ? `${trim(value / scale[0])}${scale[1]}` : trim(value);
-};
-function trim(value) {
-  return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(3)));
-}
-htp.exact = (value, unit = "") =>
-  value === null ? "" : `${value.toLocaleString("en", { maximumSignificantDigits: 12 })}${unit ? ` ${unit}` : ""}`;
 
 htp.FATES = { ...htp.data.fates, failed: { meaning: "it could not be exported", tone: "bad", remark: "failed" } };
 htp.REASONS = REASONS;
@@ -167,7 +134,6 @@ htp.labels = function (members) {
 
 htp.withUnit = (value, column) => htp.compact(value, column.unit) + (column.unit === "ms" && value !== null ? " ms" : "");
 htp.title = (item) => (item.kind === "node" ? item.name || item.op : item.path || "(root)");
-htp.simple = (className) => className.slice(className.lastIndexOf(".") + 1);
 
 // What is selected; whoever shows it is told of changes.
 htp.listeners = [];

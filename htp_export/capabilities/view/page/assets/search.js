@@ -45,8 +45,22 @@
     }
     const text = word.toLowerCase();
     const has = (...said) => said.join("\n").toLowerCase().includes(text);
-    return { module: (module) => has(module.path, module.class), node: (node) => has(node.name, node.op), text };
+    return { module: (module) => has(module.path, module.class) || tiedOf(module).some((name) => htp.isNamed(name, text)), node: (node) => has(node.name, node.op) || tensorsOf(node).some((name) => htp.isNamed(name, text)), text };
   }
+  // The full names of a module's parameters that are stored under another name.
+  const tiedOf = ({ path, tied = {} }) => Object.keys(tied).map((name) => (path && !name.startsWith(`${path}.`) ? `${path}.${name}` : name));
+  // The names of a node's tensors: those that it computes, the inputs of the model and the weights that it reads, and the
+  // parameters that these were computed of.
+  function tensorsOf(node) {
+    const read = node.inputs.filter(([, from]) => from === null).map(([name]) => name);
+    return [...node.outputs.map(([name]) => name), ...read, ...read.map((name) => htp.data.recipes[name] ?? "")];
+  }
+  // Whether a word is the name of a tensor or its beginning, down to its last part at least, or this part alone:
+  // "layer.0.fc.weight" is found by "fc.weight", and not by every word that its module is found by.
+  htp.isNamed = function (name, text) {
+    const lower = name.toLowerCase();
+    return lower.endsWith(`.${text}`) || (lower.startsWith(text) && text.length > lower.split(",")[0].lastIndexOf("."));
+  };
 
   // The modules and nodes that are meant: commas separate alternatives, spaces what must all hold, `!` excludes. A node has
   // what its modules have, too, but not that alone. Throws a SyntaxError if a part cannot be read.
