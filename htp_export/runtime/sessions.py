@@ -42,6 +42,29 @@ _NODE_AT_FAULT = re.compile(
 )
 
 
+_STATUS = re.compile(r"^\[ONNXRuntimeError\] : \d+ : [A-Z_]+ : ")
+_CPP = re.compile(
+    r"\S+\.(?:h|cc|cpp|cu):\d+ [\w:~<>]+\([^()]*\)(?: const)? (?:[^.]+ was false\. )?"
+)
+_LONGEST_MESSAGE = 10_000
+"""Characters of a message that is searched: those of ONNX Runtime itself are shorter, names in files may not be."""
+
+
+def without_cpp(message: str) -> str:
+    """Return a message of ONNX Runtime without its status code, C++ sources, signatures and conditions.
+
+    Examples:
+        >>> without_cpp(
+        ...     "[ONNXRuntimeError] : 1 : FAIL : Name:'r' Status Message: /core/reshape.h:91 "
+        ...     "onnxruntime::Helper::Helper(const Shape&, bool) size == wanted was false. It cannot be reshaped."
+        ... )
+        "Name:'r' Status Message: It cannot be reshaped."
+    """
+    if len(message) > _LONGEST_MESSAGE:
+        return message
+    return _CPP.sub("", _STATUS.sub("", message))
+
+
 def kernels_at_once(settings: RunSettings) -> int:
     """Return the number of kernels that may run at the same time: one, except in the parallel execution mode."""
     onnxruntime = required("onnxruntime")
@@ -159,7 +182,7 @@ class RunnableModel:
         return f"; it ran with {run}; for other sizes, give dims ({example}) or data"
 
     def _failure(self, action: str, error: Exception, hint: str) -> OnnxRuntimeError:
-        text = f"{in_one_line(error)}{hint}"
+        text = f"{without_cpp(in_one_line(error))}{hint}"
         if isinstance(self.source, Path):
             text = text.replace(os.fspath(self.source), self.name)
         match = _NODE_AT_FAULT.search(text)

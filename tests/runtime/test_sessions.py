@@ -6,6 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -128,3 +129,19 @@ def test_weights_written_for_a_user_of_options_are_gone_with_the_runner(net, tmp
     assert list(tmp_path.iterdir()) != []
     del runner
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_onnx_runtime_has_no_cpp_in_it(tmp_path):
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 4])
+    y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    shape = onnx.helper.make_tensor("shape", onnx.TensorProto.INT64, [2], [3, 3])
+    node = onnx.helper.make_node("Reshape", ["x", "shape"], ["y"], name="bent")
+    graph = onnx.helper.make_graph([node], "g", [x], [y], initializer=[shape])
+    model = onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10
+    )
+    with pytest.raises(htp_export.InputError, match="cannot be reshaped") as caught:
+        htp_export.optimize(model, verify=True)
+    for word in ("::", "ONNXRuntimeError", ".h:", "was false"):
+        assert word not in str(caught.value)
+    assert "bent" in str(caught.value)
