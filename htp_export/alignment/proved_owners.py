@@ -8,7 +8,7 @@ they are proved. Otherwise the owner is unknown.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -362,7 +362,8 @@ class ProvedOwners:
           and so are the producers, if it ends a quantized computation,
         - any other layout operator or cast, if producers and consumers are of one module.
 
-        It is not proved for a node that computes or reads a size, or has an unknown consumer.
+        It is not proved for a node that computes or reads a size, or has an unknown producer or
+        consumer.
         """
         # Many branches: each early return is one of these cases, in order.
         node, paths = self._after.nodes[index], set(found[index].paths)
@@ -377,6 +378,8 @@ class ProvedOwners:
             return False
         if not self._after.depends(index):
             return self._is_weight(node.inputs[0])
+        if any(self._is_unknown(found, maker) for maker in self._makers(found, index)):
+            return False
         makers = set(self._makers_paths(found, index))
         if self._changes_precision(node):
             copies = set(self._owners_of(self._original_copies(self._number(node.outputs[0]))))
@@ -416,9 +419,13 @@ class ProvedOwners:
         types = {self._after.shape(value)[1] for value in (node.inputs[0], node.outputs[0])} - {0}
         return base == "Cast" and len(types) > 1 and types <= FLOATS
 
-    def _makers_paths(self, found: Sequence[Owned], index: int) -> list[str]:
-        """The owners of the producers of a node, before inserted nodes; the root for an input."""
-        paths, queue, seen = dict[str, None](), [index], set[int]()
+    @staticmethod
+    def _is_unknown(found: Sequence[Owned], maker: int) -> bool:
+        return maker != NOTHING and found[maker].reason == Reason.UNKNOWN
+
+    def _makers(self, found: Sequence[Owned], index: int) -> Iterator[int]:
+        """Yield the producers of a node, before inserted nodes; NOTHING for an input."""
+        queue, seen = [index], set[int]()
         while queue:
             for value in self._live_reads(self._after.nodes[queue.pop()]):
                 if value in seen:
@@ -428,7 +435,13 @@ class ProvedOwners:
                 if maker != NOTHING and found[maker].reason == Reason.INSERTED:
                     queue.append(maker)
                 else:
-                    paths.update(dict.fromkeys(("",) if maker == NOTHING else found[maker].paths))
+                    yield maker
+
+    def _makers_paths(self, found: Sequence[Owned], index: int) -> list[str]:
+        """The owners of the producers of a node, before inserted nodes; the root for an input."""
+        paths = dict[str, None]()
+        for maker in self._makers(found, index):
+            paths.update(dict.fromkeys(("",) if maker == NOTHING else found[maker].paths))
         return [*paths]
 
     def _around(self, found: Sequence[Owned], index: int) -> list[str]:
