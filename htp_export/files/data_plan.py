@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
@@ -113,7 +114,7 @@ def plan_data(
     sources = _Sources(external, target)
     if share:
         _check_shareable(target, sources.names)
-    usual = _usual_data_file(target).resolve()
+    usual = usual_data_file(target).resolve()
     owned = {usual}
     if external and not share:
         owned.update(own())
@@ -149,13 +150,14 @@ def _check_shareable(target: Path, names: Mapping[str, str | None]) -> None:
 
 
 def _free_name(target: Path, *, serial: bool) -> Path:
-    usual = _usual_data_file(target)
+    usual = usual_data_file(target)
     if not serial and not os.path.lexists(usual):
         return usual
     return with_serial(target)
 
 
-def _usual_data_file(target: Path) -> Path:
+def usual_data_file(target: Path) -> Path:
+    """Return the path of the data file of an ONNX file, as torch names it."""
     return target.with_name(f"{target.name}.data")
 
 
@@ -248,6 +250,19 @@ def put_notes(
         metadata.pop(key, None)
         if notes:
             metadata[key] = json.dumps(dict(sorted(notes.items())), separators=(",", ":"))
+
+
+def rename_note(
+    metadata: Iterable[onnx.StringStringEntryProto], old_name: str, new_name: str
+) -> None:
+    """Give the description of a data file in the metadata of a model another name of the file."""
+    for entry in metadata:
+        if entry.key == tags.DATA:
+            notes = json.loads(entry.value)
+            own = {new_name if name == old_name else name: note for name, note in notes.items()}
+            renamed: dict[str, str] = {}
+            put_notes(renamed, own)
+            entry.value = renamed[tags.DATA]
 
 
 def shared_files(model: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:

@@ -31,8 +31,10 @@ from htp_export.files.data_plan import (
     plan_data,
     put_notes,
     shared_files,
+    usual_data_file,
 )
 from htp_export.files.filesystem import Identity, check_kind_of_target, is_special
+from htp_export.files.kept_name import KeptName
 from htp_export.files.lazy_tensor import Slot, descriptive_fields, slots, write_filled
 from htp_export.files.parsing import is_protobuf, parsed, parsed_or_none, put_in_order
 from htp_export.files.protobuf_bytes import Marks
@@ -341,11 +343,14 @@ def _write_files(
             copies[id(slot)].put(_named(slot.tensor, name))
         own, shared = _notes_of_staying(plan)
         if moved:
+            # The data may replace the file of this name: the model must not match that file.
+            replaced = usual_data_file(plan.target) if plan.free else plan.data
             own[plan.data.name] = describe_own(
-                new_data, places_of(tensor for _, tensor in moved), plan.data
+                new_data, places_of(tensor for _, tensor in moved), replaced
             )
         put_notes(copy.metadata_props, own, shared)
-        _write(copy, new_file, plan.target if checked else None)
+        kept_name = _kept_name(plan, work.new) if moved else None
+        _write(copy, new_file, plan.target if checked else None, kept_name)
         # Data files that are removed or replaced; `obsolete` runs when the new files are complete.
         gone = {plan.data.resolve()}
 
@@ -356,7 +361,11 @@ def _write_files(
             return files
 
         data = [Move(new_data, plan.data, plan.free, like=plan.target)] if moved else []
+        written = Identity.at(new_file)
         work.commit(in_safe_order(Move(new_file, plan.target), data), obsolete)
+        if kept_name is not None and kept_name.take(work, plan.target, written):
+            usual = DataFile(kept_name.usual.absolute(), plan.target, kept_name.usual)
+            moved = [(slot, tensor.within(usual)) for slot, tensor in moved]
     if moved and plan.data.is_symlink():
         # The target of the link may be on another file system, where the data are a copy.
         moved[0][1].file.note()
@@ -364,6 +373,14 @@ def _write_files(
         if slot.external and Path(slot.path).resolve() in gone:
             return moved
     return []
+
+
+def _kept_name(plan: DataPlan, folder: Path) -> KeptName | None:
+    """Return the usual name of a data file if the existing model may have data of that name; None otherwise."""
+    usual = usual_data_file(plan.target)
+    if not plan.free or plan.data == usual or not os.path.lexists(usual):
+        return None
+    return KeptName(folder / f"kept.{plan.target.name}", plan.data, usual)
 
 
 def _notes_of_staying(
@@ -411,21 +428,35 @@ def _copied(model: ir.Model) -> ir.Model:
         raise ValueError(f"nothing in the model produces an input of a node: {cause}") from error
 
 
-def _write(copy: ir.Model, file: Path, target: Path | None) -> None:
+def _write(
+    copy: ir.Model, file: Path, target: Path | None, kept_name: KeptName | None = None
+) -> None:
     """Write an ONNX file, its weights one at a time, from a copy that may be changed.
 
     ``target``: the final path, for messages of the check of the model; None for no check.
+    ``kept_name``: a second version, which is written, too.
     """
     _drop_repeated_types(copy)
     if is_protobuf(file):
         proto, marks, marked = hollow_proto(copy)
-        with file.open("xb") as stream:
-            write_filled(proto, marks, marked, stream)
     else:
-        proto, marks = ir.to_proto(copy), Marks()
-        onnx.save_model(proto, file)
+        proto, marks, marked = ir.to_proto(copy), Marks(), []
+    _save(proto, marks, marked, file)
+    if kept_name is not None:
+        kept_name.rename_in(proto)
+        _save(proto, marks, marked, kept_name.file)
     if target is not None:
         check_written(proto, marks, target)
+
+
+def _save(
+    proto: onnx.ModelProto, marks: Marks, marked: list[ir.TensorProtocol], file: Path
+) -> None:
+    if not is_protobuf(file):
+        onnx.save_model(proto, file)
+        return
+    with file.open("xb") as stream:
+        write_filled(proto, marks, marked, stream)
 
 
 def _drop_repeated_types(model: ir.Model) -> None:
