@@ -96,11 +96,11 @@ def plan_data(
     """Plan the data files of a model: either all of its external tensors move into a new file, or none.
 
     ``external_data`` is the name of the data file for all weights; True to choose the name here;
-    None to keep the weights in memory in the ONNX file, and external weights external. ``own``
-    returns the data files of the model that is replaced, without shared ones. At most
-    ``most_inside`` bytes of weights in memory are written into the ONNX file. ``share``: external
-    weights stay in their files; a `FileError` if these are in another folder. ``serial``: do not
-    choose the plain name ``<name>.data``.
+    None to write all weights into the ONNX file, or all into the data file: into the data file if
+    there are external weights, or more than ``most_inside`` bytes. ``own`` returns the data files
+    of the model that is replaced, without shared ones. ``share``: external weights stay in their
+    files, and up to ``most_inside`` bytes of other weights are in the ONNX file; a `FileError` if
+    the files are in another folder. ``serial``: do not choose the plain name ``<name>.data``.
     """
     movable = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
     external = [slot for slot in movable if slot.external]
@@ -109,7 +109,8 @@ def plan_data(
     data = _free_name(target, serial=serial) if free else target.with_name(str(external_data))
     if external_data is not None:
         return DataPlan(target, data, free, [*external, *large], [], set())
-    if _total_bytes(large) <= most_inside:
+    is_beside = bool(external) and not share
+    if not is_beside and _total_bytes(large) <= most_inside:
         large = []
     sources = _Sources(external, target)
     if share:

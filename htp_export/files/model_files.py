@@ -117,10 +117,11 @@ def write_model(
 ) -> None:
     """Write an ONNX file and its external data completely or not at all.
 
-    The model does not depend on files of other models. External weights are copied into
-    ``<name>.data`` beside ``path`` or, if this file exists, into ``<name>.<serial>.data``; they
-    stay in their file if that already belongs to the model at ``path``. Weights in memory are
-    written into the ONNX file, unless together they are too large for it.
+    The model does not depend on files of other models. All weights of more than 256 bytes are in
+    one place: in the ONNX file, if all of them are in memory and together not too large for it; in
+    ``<name>.data`` beside ``path`` otherwise, or in ``<name>.<serial>.data`` if that name belongs
+    to another file. If all are in a data file that already belongs to the model at ``path``, they
+    stay there.
 
     Args:
         model: The model. It is not changed, except that weights in a replaced file are then read
