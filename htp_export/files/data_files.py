@@ -165,6 +165,21 @@ class DataTensor(ir.ExternalTensor):
         if copied < count:
             raise FileError(self.file.path, f"cannot be read: it ends within tensor {self.name!r}")
 
+    def within(self, file: DataFile) -> DataTensor:
+        """Return this tensor in a data file with another name and the same contents."""
+        shape = self.shape.numpy()
+        fields = descriptive_fields(self)
+        return DataTensor(
+            file.path.name,
+            self.offset,
+            self.length,
+            self.dtype,
+            shape,
+            fields,
+            file,
+            file.path.parent,
+        )
+
     def is_stored_as(self, other: DataTensor) -> bool:
         """Return whether both tensors are the same bytes of the same unchanged file, with the same type."""
         same_type = self.dtype == other.dtype and self.nbytes == other.nbytes

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
@@ -99,12 +100,12 @@ def plan_data(
     """Plan the data files of a model: either all of its external tensors move into a new file, or none.
 
     ``external_data`` is the name of the data file for all weights; True to choose the name here;
-    None to keep the weights in memory in the ONNX file, and external weights external. ``own``
-    returns the data files of the model that is replaced, without shared ones. At most
-    ``most_inside`` bytes of weights in memory are written into the ONNX file. ``share``: external
-    weights stay in their files; a `FileError` if these are in another folder. ``serial``: do not
-    choose the plain name ``<name>.data``. ``outside``: the ``id`` of small tensors that are written
-    into the data file if large ones are.
+    None to write all weights into the ONNX file, or all into the data file: into the data file if
+    there are external weights, or more than ``most_inside`` bytes. ``own`` returns the data files
+    of the model that is replaced, without shared ones. ``share``: external weights stay in their
+    files, and up to ``most_inside`` bytes of other weights are in the ONNX file; a `FileError` if
+    the files are in another folder. ``serial``: do not choose the plain name ``<name>.data``.
+    ``outside``: the ``id`` of small tensors that are written into the data file if large ones are.
     """
     movable = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
     external = [slot for slot in movable if slot.external]
@@ -113,12 +114,13 @@ def plan_data(
     data = _free_name(target, serial=serial) if free else target.with_name(str(external_data))
     if external_data is not None:
         return DataPlan(target, data, free, [*external, *large], [], set())
-    if _total_bytes(large) <= most_inside:
+    is_beside = bool(external) and not share
+    if not is_beside and _total_bytes(large) <= most_inside:
         large = []
     sources = _Sources(external, target)
     if share:
         _check_shareable(target, sources.names)
-    usual = _usual_data_file(target).resolve()
+    usual = usual_data_file(target).resolve()
     owned = {usual}
     if external and not share:
         owned.update(own())
@@ -184,13 +186,14 @@ def _check_shareable(target: Path, names: Mapping[str, str | None]) -> None:
 
 
 def _free_name(target: Path, *, serial: bool) -> Path:
-    usual = _usual_data_file(target)
+    usual = usual_data_file(target)
     if not serial and not os.path.lexists(usual):
         return usual
     return with_serial(target)
 
 
-def _usual_data_file(target: Path) -> Path:
+def usual_data_file(target: Path) -> Path:
+    """Return the path of the data file of an ONNX file, as torch names it."""
     return target.with_name(f"{target.name}.data")
 
 
@@ -305,6 +308,19 @@ def put_notes(
         metadata.pop(key, None)
         if notes:
             metadata[key] = json.dumps(dict(sorted(notes.items())), separators=(",", ":"))
+
+
+def rename_note(
+    metadata: Iterable[onnx.StringStringEntryProto], old_name: str, new_name: str
+) -> None:
+    """Give the description of a data file in the metadata of a model another name of the file."""
+    for entry in metadata:
+        if entry.key == tags.DATA:
+            notes = json.loads(entry.value)
+            own = {new_name if name == old_name else name: note for name, note in notes.items()}
+            renamed: dict[str, str] = {}
+            put_notes(renamed, own)
+            entry.value = renamed[tags.DATA]
 
 
 def shared_files(model: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import contextlib
 import filecmp
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,7 @@ from htp_export.files.filesystem import (
     is_special,
     temporary_folder,
 )
+from htp_export.files.kept_name import external_tensors, rename_data
 from htp_export.files.lazy_tensor import slots
 from htp_export.files.linked_weights import is_same_content
 from htp_export.files.model_files import (
@@ -38,7 +39,6 @@ from htp_export.files.model_files import (
     write_model,
 )
 from htp_export.files.parsing import deserialized, is_protobuf
-from htp_export.files.protobuf_bytes import graph_protos
 from htp_export.files.write_file import Move, WorkFolder, work_folder
 from htp_export.format import tags
 
@@ -100,7 +100,7 @@ def _place(
     # `read_model` would refuse a model without weights, as torch writes it with
     # ``export_params=False``
     proto = onnx.load(new, load_external_data=False)
-    tensors = _external_tensors(proto)
+    tensors = external_tensors(proto)
     metadata_props = {entry.key: entry.value for entry in proto.metadata_props}
     shared = shared_files(new, metadata_props)
     is_replaceable = replaceable_data(target)
@@ -116,7 +116,9 @@ def _place(
             others += _move_beside(file, existing, target, replaces)
             continue
         if serial or not is_replaceable(existing):
-            file = _renamed(tensors[file.name], file, with_serial(target))
+            new_name = with_serial(target).name
+            rename_data(tensors[file.name], new_name)
+            file = file.rename(file.with_name(new_name))
             is_changed = True
             if not serial:
                 _log.warning(
@@ -156,35 +158,6 @@ def _move_beside(
             f"exists, and was not written by an export of {model.name}; export into another folder",
         )
     return [Move(file, target, like=model, may_replace=replaces)]
-
-
-def _renamed(tensors: Iterable[onnx.TensorProto], file: Path, new_name: Path) -> Path:
-    """Rename a data file in the work folder, and in the tensors that refer to it."""
-    for tensor in tensors:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = new_name.name
-    return file.rename(file.with_name(new_name.name))
-
-
-def _external_tensors(proto: onnx.ModelProto) -> dict[str, list[onnx.TensorProto]]:
-    """Return the external tensors of a model: name of a data file → its tensors."""
-    by_location: dict[str, list[onnx.TensorProto]] = {}
-    for graph in graph_protos(proto.graph):
-        tensors = list(graph.initializer)
-        for node in graph.node:
-            tensors += [attribute.t for attribute in node.attribute if attribute.HasField("t")]
-        for tensor in tensors:
-            if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                by_location.setdefault(_location(tensor), []).append(tensor)
-    return by_location
-
-
-def _location(tensor: onnx.TensorProto) -> str:
-    for entry in tensor.external_data:
-        if entry.key == "location":
-            return str(entry.value)
-    return ""
 
 
 @contextlib.contextmanager

@@ -32,8 +32,10 @@ from htp_export.files.data_plan import (
     plan_shared,
     put_notes,
     shared_files,
+    usual_data_file,
 )
 from htp_export.files.filesystem import Identity, check_kind_of_target, is_special
+from htp_export.files.kept_name import KeptName
 from htp_export.files.lazy_tensor import Slot, descriptive_fields, slots, write_filled
 from htp_export.files.linked_weights import SharedFile, Way
 from htp_export.files.parsing import is_protobuf, parsed, parsed_or_none, put_in_order
@@ -118,10 +120,11 @@ def write_model(
 ) -> None:
     """Write an ONNX file and its external data completely or not at all.
 
-    The model does not depend on files of other models. External weights are copied into
-    ``<name>.data`` beside ``path`` or, if this file exists, into ``<name>.<serial>.data``; they
-    stay in their file if that already belongs to the model at ``path``. Weights in memory are
-    written into the ONNX file, unless together they are too large for it.
+    The model does not depend on files of other models. All weights of more than 256 bytes are in
+    one place: in the ONNX file, if all of them are in memory and together not too large for it; in
+    ``<name>.data`` beside ``path`` otherwise, or in ``<name>.<serial>.data`` if that name belongs
+    to another file. If all are in a data file that already belongs to the model at ``path``, they
+    stay there.
 
     Args:
         model: The model. It is not changed, except that weights in a replaced file are then read
@@ -385,11 +388,14 @@ def _write_files(
             copies[id(slot)].put(_named(slot.tensor, name))
         own, shared = _notes_of_staying(plan)
         if moved:
+            # The data may replace the file of this name: the model must not match that file.
+            replaced = usual_data_file(plan.target) if plan.free else plan.data
             own[plan.data.name] = describe_own(
-                new_data, places_of(tensor for _, tensor in moved), plan.data
+                new_data, places_of(tensor for _, tensor in moved), replaced
             )
         put_notes(copy.metadata_props, own, shared)
-        _write(copy, new_file, plan.target if checked else None)
+        kept_name = _kept_name(plan, work.new) if moved else None
+        _write(copy, new_file, plan.target if checked else None, kept_name)
         # Data files that are removed or replaced; `obsolete` runs when the new files are complete.
         gone = {plan.data.resolve()}
 
@@ -405,9 +411,13 @@ def _write_files(
             way, moves = file.put_into(work.new)
             found.append((file, way))
             data += moves
+        written = Identity.at(new_file)
         work.commit(in_safe_order(Move(new_file, plan.target), data), obsolete)
         if ways is not None:
             ways[:] = found
+        if kept_name is not None and kept_name.take(work, plan.target, written):
+            usual = DataFile(kept_name.usual.absolute(), plan.target, kept_name.usual)
+            moved = [(slot, tensor.within(usual)) for slot, tensor in moved]
     if moved and plan.data.is_symlink():
         # The target of the link may be on another file system, where the data are a copy.
         moved[0][1].file.note()
@@ -415,6 +425,14 @@ def _write_files(
         if slot.external and Path(slot.path).resolve() in gone:
             return moved
     return []
+
+
+def _kept_name(plan: DataPlan, folder: Path) -> KeptName | None:
+    """Return the usual name of a data file if the existing model may have data of that name; None otherwise."""
+    usual = usual_data_file(plan.target)
+    if not plan.free or plan.data == usual or not os.path.lexists(usual):
+        return None
+    return KeptName(folder / f"kept.{plan.target.name}", plan.data, usual)
 
 
 def _notes_of_staying(
@@ -462,21 +480,35 @@ def _copied(model: ir.Model) -> ir.Model:
         raise ValueError(f"nothing in the model produces an input of a node: {cause}") from error
 
 
-def _write(copy: ir.Model, file: Path, target: Path | None) -> None:
+def _write(
+    copy: ir.Model, file: Path, target: Path | None, kept_name: KeptName | None = None
+) -> None:
     """Write an ONNX file, its weights one at a time, from a copy that may be changed.
 
     ``target``: the final path, for messages of the check of the model; None for no check.
+    ``kept_name``: a second version, which is written, too.
     """
     _drop_repeated_types(copy)
     if is_protobuf(file):
         proto, marks, marked = hollow_proto(copy)
-        with file.open("xb") as stream:
-            write_filled(proto, marks, marked, stream)
     else:
-        proto, marks = ir.to_proto(copy), Marks()
-        onnx.save_model(proto, file)
+        proto, marks, marked = ir.to_proto(copy), Marks(), []
+    _save(proto, marks, marked, file)
+    if kept_name is not None:
+        kept_name.rename_in(proto)
+        _save(proto, marks, marked, kept_name.file)
     if target is not None:
         check_written(proto, marks, target)
+
+
+def _save(
+    proto: onnx.ModelProto, marks: Marks, marked: list[ir.TensorProtocol], file: Path
+) -> None:
+    if not is_protobuf(file):
+        onnx.save_model(proto, file)
+        return
+    with file.open("xb") as stream:
+        write_filled(proto, marks, marked, stream)
 
 
 def _drop_repeated_types(model: ir.Model) -> None:

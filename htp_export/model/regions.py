@@ -20,6 +20,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import Tap
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, nodes_below
+from htp_export.reporting.result import html_table
 from htp_export.shapes.operator_kinds import RANDOM, reads_of, subgraphs, with_subgraphs
 
 
@@ -278,6 +279,19 @@ class Region:
         call = "" if self._call is None else f", call {self._call}"
         kind = self.info.simple_class or "class unknown"
         return f"<Region {self.path or '.'!r} ({kind}{call}): {len(self.nodes)} nodes>"
+
+    def _repr_html_(self) -> str:
+        """The nodes, and the tensors of the boundary, for notebooks."""
+        lines = []
+        for node in self.nodes:
+            owners = ", ".join(path or "(root)" for path in self.owners_of(node))
+            outputs = ", ".join(str(value.name) for value in node.outputs)
+            lines.append((node.name or "", node.op_type, owners, outputs))
+        notes = [repr(self)]
+        for title, values in (("inputs", self.inputs), ("outputs", self.outputs)):
+            names = ", ".join(str(value.name) for value in values)
+            notes.append(f"{title}: {names or 'none'}")
+        return html_table(("node", "operator", "modules", "outputs"), lines, notes)
 
     @property
     def info(self) -> ModuleInfo:

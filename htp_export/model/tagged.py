@@ -381,8 +381,9 @@ class TaggedModel:
     ) -> None:
         """Write the model completely, or leave the target as it was.
 
-        External weights stay external: they are streamed into ``<name>.data`` beside the file, or
-        ``<name>.<serial>.data`` if there is such a file, unless it is the file that they belong to.
+        If some weights are external, all of more than 256 bytes are streamed into ``<name>.data``
+        beside the file, or ``<name>.<serial>.data`` if that name belongs to another file; or they
+        stay in the data file of the model that is replaced, if all are there.
 
         Args:
             path: The file to write.

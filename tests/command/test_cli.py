@@ -312,8 +312,14 @@ class TestVerify:
     def test_a_wrong_module_is_status_1_and_named(self, wrong, capsys, mode):
         assert main(["verify", wrong, *BERT[1:], *mode]) == 1
         captured = capsys.readouterr()
-        assert "first wrong: encoder.layer.0.intermediate.dense: max " in captured.err
+        assert captured.out.count("first wrong: encoder.layer.0.intermediate.dense: max ") == 1
+        assert re.fullmatch(r"htp-export: error: \d+ of \d+ compared modules agree\n", captured.err)
         assert captured.out.splitlines()[1].startswith("encoder.layer.0.intermediate.dense")
+
+    @pytest.mark.parametrize("option", ["--json", "--quiet"])
+    def test_the_error_names_the_module_if_no_summary_is_printed(self, wrong, capsys, option):
+        assert main(["verify", wrong, *BERT[1:], option]) == 1
+        assert "first wrong: encoder.layer.0.intermediate.dense: max " in capsys.readouterr().err
 
     def test_json_and_tolerances(self, wrong, capsys):
         command = [

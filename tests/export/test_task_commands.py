@@ -59,6 +59,14 @@ def test_a_folder_with_a_decoder_is_verified_in_prefill_and_decode_and_the_run_t
     assert "decode: first wrong" in found.err
 
 
+def test_a_line_names_the_first_and_the_last_of_the_inputs_of_a_cache(tmp_path, capsys):
+    overrides = [word.replace("n_layer=1", "n_layer=12") for word in GPT2]
+    assert main(["export", *overrides, "--task", PAST, "-o", str(tmp_path / "gpt2.onnx")]) == 0
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "inputs: " in each)
+    assert "past_key_values.0.key … past_key_values.11.value (24) float [1, " in line
+    assert len(line) < 250
+
+
 @pytest.mark.slow
 def test_two_files_and_names_of_transformers(tmp_path):
     options = ["--task", PAST, "--two-files", "--cache-names", "transformers", "--quiet"]

@@ -19,7 +19,7 @@ from htp_export.command.main import main
 from htp_export.errors import FileError
 from htp_export.files import data_files, model_files
 from htp_export.files.external_writers import written_whole
-from htp_export.files.model_files import read_model, write_model
+from htp_export.files.model_files import external_files, read_model, write_model
 from htp_export.format import tags
 from tests.handmade import encoder
 
@@ -85,6 +85,24 @@ class TestOwned:
         assert read_model(file).graph.name == "another"
         assert listing(tmp_path) == ["bert.onnx", data]
         assert (tmp_path / data).stat().st_ino == before.st_ino
+
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_weights_in_memory_join_those_in_the_data_file(self, bert, in_place):
+        model = read_model(bert)
+        expected = values(bert)
+        fresh = np.ones((16, 16), np.float32)
+        model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(fresh)
+        target = bert if in_place else bert.with_name("other.onnx")
+        write_model(model, target)
+        assert external_files(read_model(target)) == {target.with_name(f"{target.name}.data")}
+        proto = onnx.load(target, load_external_data=False)
+        assert {each.name: len(each.raw_data) for each in proto.graph.initializer} == {
+            "layer.0.fc.weight": 0, WEIGHT: 0
+        }  # fmt: skip
+        np.testing.assert_array_equal(values(target), expected)
+        loaded = onnx.load(target)
+        (weight,) = (w for w in loaded.graph.initializer if w.name == "layer.0.fc.weight")
+        np.testing.assert_array_equal(onnx.numpy_helper.to_array(weight), fresh)
 
     def test_a_model_that_is_written_over_another_does_not_take_its_data(self, bert):
         other = save(bert.with_name("other.onnx"), seed=1, data="weights.bin")

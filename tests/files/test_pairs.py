@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
@@ -15,9 +17,10 @@ from torch import nn
 import htp_export
 from htp_export.errors import FileError
 from htp_export.files import data_plan, filesystem, write_file
+from htp_export.files.kept_name import KeptName, rename_data
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format import tags
-from tests.files.test_data_files import listing, save, values, weight_of
+from tests.files.test_data_files import WEIGHT, listing, save, values, weight_of
 
 USES: dict[str, Any] = {
     "save": lambda tagged, out: tagged.save(out),
@@ -70,19 +73,86 @@ class TestIdentity:
 
 
 class TestNames:
-    def test_a_data_file_gets_a_name_of_its_own_and_the_old_one_goes(self, tmp_path):
-        other = save(tmp_path / "other" / "a.onnx", seed=1)
+    @pytest.mark.parametrize("name", ["b.onnx", "b.textproto"])
+    def test_a_data_file_keeps_its_name_when_the_model_is_replaced(self, tmp_path, name):
+        for seed in (0, 1, 2, 2):
+            source = save(tmp_path / f"from{seed}" / "a.onnx", seed=seed)
+            write_model(read_model(source), tmp_path / name)
+            assert listing(tmp_path)[:2] == [name, f"{name}.data"]
+            np.testing.assert_array_equal(values(tmp_path / name), values(source))
+            assert (tmp_path / f"{name}.data").stat().st_nlink == 1  # onnx refuses several links
+
+    def test_a_model_is_read_on_after_it_was_written_over_the_file_that_it_is_read_from(
+        self, tmp_path
+    ):
+        file = save(tmp_path / "a.onnx")
+        model = read_model(file)
+        before = weight_of(model).numpy().copy()
+        model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(
+            np.ones((16, 16), np.float32)
+        )
+        write_model(model, file, True)
+        assert listing(tmp_path) == ["a.onnx", "a.onnx.data"]
+        np.testing.assert_array_equal(weight_of(model).numpy(), before)
+        assert weight_of(model).path == str(tmp_path / "a.onnx.data")
+
+    def test_a_data_file_has_another_name_where_the_file_system_has_no_hard_links(
+        self, tmp_path, monkeypatch
+    ):
+        def refused(*_: object) -> None:
+            raise OSError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refused)
         for seed in (0, 1):
-            write_model(
-                read_model(save(tmp_path / f"from{seed}" / "a.onnx", seed=seed)),
-                tmp_path / "b.onnx",
-            )
+            source = save(tmp_path / f"from{seed}" / "a.onnx", seed=seed)
+            write_model(read_model(source), tmp_path / "b.onnx")
         (data,) = (name for name in listing(tmp_path) if name.endswith(".data"))
         assert data.startswith("b.onnx.")
         assert data != "b.onnx.data"
-        np.testing.assert_array_equal(values(tmp_path / "b.onnx"), values(other))
-        write_model(read_model(other), tmp_path / "b.onnx")
-        assert [name for name in listing(tmp_path) if "b.onnx" in name] == ["b.onnx", "b.onnx.data"]
+        np.testing.assert_array_equal(values(tmp_path / "b.onnx"), values(source))
+        write_model(read_model(source), tmp_path / "b.onnx")
+        assert listing(tmp_path)[:2] == ["b.onnx", "b.onnx.data"]
+
+    def test_at_no_moment_do_the_files_not_fit_together(self, tmp_path, monkeypatch):
+        """Other programs do not read the description that htp_export compares."""
+        sources = [save(tmp_path / f"from{seed}" / "a.onnx", seed=seed) for seed in (0, 1)]
+        old, new = (values(source).tobytes() for source in sources)
+        write_model(read_model(sources[0]), tmp_path / "b.onnx")
+        seen: list[bytes] = []
+
+        def look(change: Callable[..., Any]) -> Callable[..., Any]:
+            def changed(*arguments: Any, **options: Any) -> Any:
+                seen.append(raw_weight(tmp_path / "b.onnx"))
+                result = change(*arguments, **options)
+                seen.append(raw_weight(tmp_path / "b.onnx"))
+                return result
+
+            return changed
+
+        for name in ("link", "replace", "rename", "unlink"):
+            monkeypatch.setattr(os, name, look(getattr(os, name)))
+        write_model(read_model(sources[1]), tmp_path / "b.onnx")
+        monkeypatch.undo()
+        changed = seen.index(new)
+        assert set(seen[:changed]) == {old}
+        assert set(seen[changed:]) == {new}
+        assert listing(tmp_path)[:2] == ["b.onnx", "b.onnx.data"]
+
+    def test_a_model_that_another_process_has_written_meanwhile_stays(self, tmp_path, monkeypatch):
+        sources = [save(tmp_path / f"from{seed}" / "a.onnx", seed=seed) for seed in (0, 1, 2)]
+        write_model(read_model(sources[0]), tmp_path / "b.onnx")
+        take = KeptName.take
+
+        def late(kept: KeptName, *arguments: Any) -> bool:
+            monkeypatch.undo()
+            shutil.copy(sources[2], tmp_path / "b.onnx")
+            shutil.copy(tmp_path / "from2" / "a.onnx.data", tmp_path / "a.onnx.data")
+            return take(kept, *arguments)
+
+        monkeypatch.setattr(KeptName, "take", late)
+        write_model(read_model(sources[1]), tmp_path / "b.onnx")
+        np.testing.assert_array_equal(values(tmp_path / "b.onnx"), values(sources[2]))
+        assert "b.onnx.data" not in listing(tmp_path)
 
     def test_a_data_file_of_that_name_which_is_not_the_models_own_stays(self, tmp_path):
         (tmp_path / "b.onnx.data").write_bytes(b"something else")
@@ -112,9 +182,24 @@ class TestNames:
     def test_an_export_takes_the_place_of_a_model_with_a_serial(self, tmp_path):
         for seed in (0, 1):
             write_model(read_model(save(tmp_path / "x" / "a.onnx", seed=seed)), tmp_path / "a.onnx")
+        (tmp_path / "a.onnx.data").rename(tmp_path / "a.onnx.01ab23cd.data")
+        proto = onnx.load(tmp_path / "a.onnx", load_external_data=False)
+        for tensor in proto.graph.initializer:
+            rename_data([tensor], "a.onnx.01ab23cd.data")
+        onnx.save(proto, tmp_path / "a.onnx")
         assert "a.onnx.data" not in listing(tmp_path)
         export(tmp_path / "a.onnx", 0)
         assert listing(tmp_path) == ["a.onnx", "a.onnx.data", "x"]
+
+
+def raw_weight(file: Path) -> bytes:
+    """The weight that `values` reads, as any program reads it."""
+    proto = onnx.load(file, load_external_data=False)
+    (tensor,) = (each for each in proto.graph.initializer if each.name == WEIGHT)
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    start = int(entries["offset"])
+    data = (file.parent / entries["location"]).read_bytes()
+    return data[start : start + int(entries["length"])]
 
 
 def export(file: Path, seed: int, head: float = 0.0) -> None:

@@ -408,6 +408,15 @@ steps:
 """
 
 
+@pytest.mark.parametrize("options", [[], ["--json"], ["-m", "FILE", "-o", "OUT"]])
+def test_a_file_that_no_pipeline_wrote_is_refused(options, exported, tmp_path, capsys):
+    places = {"FILE": str(exported), "OUT": str(tmp_path / "out.onnx")}
+    assert main(["pipeline", str(exported), *(places.get(word, word) for word in options)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no pipeline wrote it; to run steps on it, name a file of steps" in captured.err
+
+
 def test_the_command_runs_a_file_shows_and_repeats_its_result(
     exported, tmp_path, monkeypatch, capsys
 ):

@@ -121,6 +121,16 @@ def test_the_last_rule_holds_and_exclusions_take_what_lies_below(file):
     assert placed.devices["cpu"].nodes + placed.devices["gpu"].nodes == len(placed.tagged.nodes)
 
 
+def test_a_module_with_nodes_without_a_device_says_so(file):
+    placed = htp_export.place(file, {"blocks.0": "gpu", "blocks.1.fc": "cpu"})
+    named = {path: placed.modules[path].device for path in ("", "blocks.0", "blocks.1", "stem")}
+    assert set(named[""].split(" + ")[:2]) == {"gpu", "cpu"}
+    assert named[""].endswith(" + (none)")
+    assert named | {"": ""} == {"": "", "blocks.0": "gpu", "blocks.1": "cpu + (none)", "stem": ""}
+    assert placed.modules["blocks.1"].by_device.keys() == {"cpu"}
+    assert [module.path for module in placed.listed][:2] == ["", "blocks"]
+
+
 def test_a_node_of_several_modules_has_the_device_of_the_first_that_has_one():
     """`mask` does the work of both layers; the first of them needs it first."""
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -419,14 +420,38 @@ def _tree(call: SourceCall, tagged: TaggedModel) -> ModuleTree:
         return replace(tree_rows(tagged), notes=(f"no FLOPs: {error}",))
 
 
+_MOST_NAMED = 6  # functions in a line; --json has all
+
+
 def _facts_text(facts: dict[str, Any]) -> str:
     """Facts about an export, in one line."""
-    inputs = ", ".join(f"{name} {shape}" for name, shape in facts["inputs"].items()) or "none"
+    inputs = ", ".join(_runs_of_inputs(facts["inputs"])) or "none"
     text = f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter"
     if "task" in facts:
         text += f"; task {facts['task']}"
     if facts["seed"] is not None:
         text += f"; seed {facts['seed']}"
     if "functions" in facts:
-        text += f"; functions: {', '.join(facts['functions'])}"
+        names = facts["functions"]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        text += f"; functions: {', '.join(names[:_MOST_NAMED])}{more}"
     return text
+
+
+def _runs_of_inputs(inputs: Mapping[str, str]) -> list[str]:
+    """Return inputs with their shapes; those whose names differ in numbers only, and of one shape, as one run.
+
+    Examples:
+        >>> shape = "float [1, 4, past, 8]"
+        >>> _runs_of_inputs({"ids": "int64 [1, 1]", **{f"past.{n}.key": shape for n in range(12)}})
+        ['ids int64 [1, 1]', 'past.0.key … past.11.key (12) float [1, 4, past, 8]']
+    """
+    runs: dict[tuple[str, str], list[str]] = {}
+    for name, shape in inputs.items():
+        pattern = re.sub(r"\d+", "0", name)
+        runs.setdefault((pattern, shape), []).append(name)
+    texts = []
+    for (_, shape), names in runs.items():
+        text = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+        texts.append(f"{text} {shape}")
+    return texts

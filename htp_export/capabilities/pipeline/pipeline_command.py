@@ -102,13 +102,13 @@ def _from_source(options: dict[str, Any]) -> dict[str, Any]:
 
 def _show_provenance(file: Path, as_json: bool) -> None:
     """Show the steps that produced a file, and whether it was changed since."""
+    from htp_export.capabilities.pipeline.running import provenance_of
     from htp_export.files.model_files import read_model
-    from htp_export.format.model_metadata import read_provenance
     from htp_export.model.hashes import content_hash
 
     model = read_model(file)
-    notes = read_provenance(model.metadata_props)
-    unchanged = content_hash(model) == notes[-1].output if notes else None
+    notes = provenance_of(file, model)
+    unchanged = content_hash(model) == notes[-1].output
     if as_json:
         print_json(
             {
@@ -118,8 +118,8 @@ def _show_provenance(file: Path, as_json: bool) -> None:
             }
         )
         return
-    show("\n".join(_lines(notes)) if notes else "no pipeline wrote this file")
-    if unchanged is False:
+    show("\n".join(_lines(notes)))
+    if not unchanged:
         show("the model was changed since")
 
 

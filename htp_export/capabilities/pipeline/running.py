@@ -266,9 +266,7 @@ def read_pipeline(
     file = Path(path)
     if file.suffix.lower() in (".yaml", ".yml", ".json"):
         return _from_text(file, prepare)
-    notes = read_provenance(read_model(file).metadata_props)
-    if not notes:
-        raise FileError(file, "has no record of how it was made: no pipeline wrote it")
+    notes = provenance_of(file, read_model(file))
     for note in notes:
         if not is_repeatable(note.options):
             raise FileError(
@@ -277,6 +275,18 @@ def read_pipeline(
     listed = [{note.step: note.options} for note in notes]
     steps = steps_of(listed, prepare, file, allow_entry=allow_entry)
     return PipelineFile(tuple(steps), made=notes)
+
+
+def provenance_of(file: Path, model: ir.Model) -> tuple[ProvenanceNote, ...]:
+    """Return the steps that produced a model; a `FileError` if no pipeline wrote its file."""
+    notes = read_provenance(model.metadata_props)
+    if not notes:
+        raise FileError(
+            file,
+            "has no record of how it was made: no pipeline wrote it; to run steps on it, name a file of steps, "
+            f"pipeline steps.yaml --model {file} -o OUTPUT.onnx",
+        )
+    return notes
 
 
 def _from_text(file: Path, prepare: Callable[[PipelineStep], PipelineStep]) -> PipelineFile:

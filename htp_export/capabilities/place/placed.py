@@ -126,6 +126,7 @@ def _module(owners: tuple[str, ...]) -> str:
 
 
 _AND = " + "
+_NONE = "(none)"
 _MOST_LINES = 10  # crossings in text, which should fit on a screen; to_dict has all
 
 
@@ -135,8 +136,8 @@ class PlacedModule(ModuleFacts):
 
     Attributes:
         device: Its device or execution provider; several are joined by ``+``, the one with the most
-            nodes first; empty if none is known. Nodes that are shared with modules outside do not
-            count, unless it has no others.
+            nodes first, and ``(none)`` last if other nodes have no device; empty if none is known.
+            Nodes that are shared with modules outside do not count, unless it has no others.
         by_device: Device → number of its nodes, shared ones included. In a result of ``placement``,
             these are nodes of ONNX Runtime's graph, fewer than ``nodes`` if it merged some.
         crossing_bytes: Bytes of the tensors between devices that it, or a descendant, produces or
@@ -202,9 +203,7 @@ class _ByDevice(ModuleTable):
 
     def _is_whole(self, module: PlacedModule) -> bool:
         """Whether all nodes of a module are on one device."""
-        if not module.device or _AND in module.device:
-            return False
-        return not self.free or sum(module.by_device.values()) >= module.nodes
+        return bool(module.device) and _AND not in module.device
 
     def _crossing_lines(self) -> list[str]:
         """The number and size of crossings, and the first of them, one line each."""
@@ -358,10 +357,12 @@ def placed_modules(
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     # Nodes that a module does not share with modules outside.
     alone: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    without_device = set[str]()
     for node, device in nodes.items():
-        if device is None:
-            continue
         work = work_of(node)
+        if device is None:
+            without_device |= {"", *work.modules}
+            continue
         counts[""][device] += 1
         in_all_parts = set(work.modules).intersection(*(part.modules for part in work.parts))
         for path in work.modules - {""}:
@@ -378,9 +379,12 @@ def placed_modules(
     for path, contents in contents_of(tagged).modules.items():
         by_device = dict(counts[path].most_common())
         own = [device for device, count in alone[path].most_common() if count]
+        named = own or [*by_device]
+        if named and path in without_device:
+            named.append(_NONE)
         rows[path] = PlacedModule(
             **vars(contents.facts),
-            device=_AND.join(own or by_device),
+            device=_AND.join(named),
             by_device=by_device,
             crossing_bytes=crossing_bytes[path],
         )

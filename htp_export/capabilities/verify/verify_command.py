@@ -13,6 +13,7 @@ import typer
 from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.options import FileArgument, JsonOption, SelectOption
 from htp_export.command.run_options import DimsOption, parse_dims, read_shapes
+from htp_export.command.streams import is_quiet
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 from htp_export.plans.plan_options import typed_pairs
@@ -41,10 +42,13 @@ def report_runs(results: Mapping[str, Comparison], *, everything: bool, as_json:
     from htp_export.capabilities.verify.drawing import render
 
     several = len(results) > 1
+    # The summary is on stdout, for a reader; the error does not repeat it.
+    is_summary_shown = not as_json and not is_quiet()
     failures = []
     for run, result in results.items():
         if not result.ok:
-            failures.append(f"{run}: {result.summary}" if several else result.summary)
+            reason = _score(result) if is_summary_shown else result.summary
+            failures.append(f"{run}: {reason}" if several else reason)
     if as_json:
         runs = {run: result.to_dict() for run, result in results.items()}
         print_json({"ok": not failures, "runs": runs} if several else runs[""])
@@ -55,6 +59,11 @@ def report_runs(results: Mapping[str, Comparison], *, everything: bool, as_json:
             show(render(result, everything=everything))
     if failures:
         raise CheckFailed("\n".join(failures))
+
+
+def _score(result: Comparison) -> str:
+    """Return how many modules agree, for a message after the drawing of a result."""
+    return f"{result.score} compared modules agree"
 
 
 def verified_runs(call: SourceCall, file: Path, **options: Any) -> dict[str, Verification]:
