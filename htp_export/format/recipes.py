@@ -73,6 +73,8 @@ ROUNDED_PARTS = ("levels", "scales", "zero_points")
 NO_AXIS = -1
 """In place of an axis: one scale for the whole weight."""
 
+_MX_ELEMENTS = ("int8", "e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
+
 _ROUNDED_KINDS = ("int4", "uint4", "int8", "uint8", "int16", "uint16")
 
 
@@ -86,6 +88,10 @@ def _is_rounding(setting: Any) -> bool:
             return _is_axis(axis)
         case ["rows", int(bits), int(block), int(symmetric)]:
             return bits in (4, 8) and 1 <= block <= _LARGEST_BLOCK and symmetric in (0, 1)
+        case ["fixed", int(width), int(fraction)]:
+            return 2 <= width <= 16 and 0 <= fraction <= width
+        case ["mx", str(element), int(axis)]:
+            return element in _MX_ELEMENTS and 0 <= axis < MOST_DIMENSIONS
     return False
 
 
