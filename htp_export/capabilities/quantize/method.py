@@ -28,7 +28,7 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.json_text import parse_json
 from htp_export.runtime.arrays import Array, nan_in
-from htp_export.shapes.operator_kinds import dequantizes, without_copies
+from htp_export.shapes.operator_kinds import dequantizes, is_standard, without_copies
 from htp_export.weights.fixed_point import FIXED_BITS
 from htp_export.weights.microscaling import MX_ELEMENTS
 from htp_export.weights.products import weight_axes, weight_place
@@ -158,7 +158,7 @@ class Method:
         source = None if weight is None else without_copies(weight)
         if source is None:
             return ""
-        if dequantizes(source.producer()):
+        if dequantizes(_before_transpose(source).producer()):
             return f"its weight is quantized already: give it {name} in the file as it was before"
         if source.is_graph_input():
             return f"{source.name!r} is an input of the model and no stored weight: make it an initializer"
@@ -374,6 +374,13 @@ class Precision:
     def fault(self, problem: str) -> InputError:
         """An error for a problem of this precision."""
         return InputError(f"precision {self.name!r}: {problem}")
+
+
+def _before_transpose(value: ir.Value) -> ir.Value:
+    """The input of a ``Transpose`` of a weight; another value as it is."""
+    producer = value.producer()
+    source = producer.inputs[0] if is_standard(producer, "Transpose") and producer else None
+    return value if source is None else without_copies(source)
 
 
 def _is_block_size(size: object) -> bool:

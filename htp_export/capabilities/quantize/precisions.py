@@ -25,9 +25,7 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision("int4", "weights", weight="int4"),
         Precision("int8-cache", "cache", weight="int8", per_channel=True),
         Precision("fp8", "float8", "float8e4m3fn", "float8e4m3fn", per_channel=True),
-        Precision(
-            "fixed", "fixed", "fixed16.8", "fixed16.8", options={"bias": "fixed16.8"}
-        ),
+        Precision("fixed", "fixed", "fixed16.8", "fixed16.8", options={"bias": "fixed16.8"}),
         Precision("mxint8", "microscaling", weight="int8"),
         Precision("mxfp8", "microscaling", weight="e4m3"),
         Precision("mxfp6", "microscaling", weight="e2m3"),

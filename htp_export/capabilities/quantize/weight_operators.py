@@ -180,6 +180,8 @@ def store_by_rows(
     ONNX Runtime's CPU fuses ``DequantizeLinear`` and the product to ``MatMulNBits``, which also
     rounds the activations to int8.
 
+    The replaced initializers stay in the graph.
+
     Args:
         graph: The graph.
         node: The product.
@@ -194,11 +196,14 @@ def store_by_rows(
         return
     rows = transposed(graph, weight, tensor)
     dequantized = rounded(rows)
-    remove_unused([rows])
     if node.op_type == "Gemm":
         node.replace_input_with(1, dequantized)
         node.attributes["transB"] = ir.AttrInt64("transB", 1)
         return
+    for use in dequantized.uses():
+        if is_standard(use.node, "Transpose"):  # of another product with this weight
+            node.replace_input_with(1, use.node.outputs[0])
+            return
     name = f"{dequantized.name}_Transpose"
     transpose = ir.node("Transpose", [dequantized], {"perm": [1, 0]}, name=name)
     [result] = transpose.outputs

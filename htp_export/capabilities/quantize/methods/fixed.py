@@ -79,7 +79,9 @@ class Fixed(Method):
         self.precision.check("bias", self._bias, self.weights)
         kinds = (self.precision.activation, self.precision.weight, self._bias)
         if set(kinds) == {_FLOAT}:
-            raise self.precision.fault("data, weight and bias are all float32: nothing would change")
+            raise self.precision.fault(
+                "data, weight and bias are all float32: nothing would change"
+            )
 
     @property
     def first_opset(self) -> int:
@@ -131,6 +133,7 @@ class Fixed(Method):
         writer = _Writer(part.model.graph, self._formats)
         for node in list(part.model.graph):
             writer.change(node)
+        remove_unused(list(part.model.graph.initializers.values()))
         return Made(part.model)
 
 
@@ -207,7 +210,6 @@ class _Writer:
                     store_by_rows(self._graph, node, store)
                 else:
                     node.replace_input_with(place, store(value))
-                remove_unused([value])
 
     def _stored(self, reader: ir.Node, known: FixedFormat, value: ir.Value) -> ir.Value:
         """The dequantized form of a stored tensor."""

@@ -102,10 +102,8 @@ class Microscaling(Method):
         graph = part.model.graph
         written: dict[ir.Value, ir.Value] = {}
         for node in list(graph):
-            weight = node.inputs[_WEIGHT]
-            assert weight is not None
             store_by_rows(graph, node, partial(self._dequantized, graph, node, written))
-            remove_unused([weight])
+        remove_unused(list(graph.initializers.values()))
         return Made(part.model)
 
     def _dequantized(
