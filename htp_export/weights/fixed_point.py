@@ -94,11 +94,6 @@ class FixedFormat:
             return ir.DataType.INT4
         return ir.DataType.INT8 if self.width <= 8 else ir.DataType.INT16
 
-    @property
-    def fills_storage(self) -> bool:
-        """Whether the integer saturates where the format does."""
-        return self.storage.bitwidth == self.width
-
     def levels(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The levels of an array of floats, as integers of the storage type."""
         # A product with a power of two is exact.

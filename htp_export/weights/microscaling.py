@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -53,12 +54,11 @@ class MXElement:
 
     def rounded(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The nearest elements, half to even, as numbers that are exact in the stored types."""
-        import ml_dtypes
-
         clipped = np.clip(array, -self.largest, self.largest)
         if not self.kind:
-            return np.rint(clipped * 2.0**self.fraction)
-        return clipped.astype(getattr(ml_dtypes, self.kind)).astype(np.float32)
+            return np.asarray(np.rint(clipped * 2.0**self.fraction))
+        narrow = clipped.astype(getattr(ml_dtypes, self.kind))
+        return np.asarray(narrow.astype(np.float32))
 
 
 _FLOAT8, _INT8 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT8

@@ -91,7 +91,7 @@ def test_every_float_is_rounded_as_pytorch_does(width):
     """Ties, both ends, and numbers far beyond, in each width with each of its fractions."""
     for fraction in range(width + 1):
         steps = np.arange(-(2 ** (width - 1)) - 3, 2 ** (width - 1) + 4) * 0.5
-        x = np.float32([*steps * 2.0**-fraction, 1e9, -1e9, 1e-30])[None]
+        x = np.float32([*steps * 2.0**-fraction, 1e9, -1e9, 1e-30, np.inf, -np.inf])[None]
         weight = np.eye(1, dtype=np.float32)
         graph = tagged_graph(
             f"g (float[{x.size},1] x) => (float[{x.size},1] y) {{ y = MatMul(x, w) }}", 21, w=weight

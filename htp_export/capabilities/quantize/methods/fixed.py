@@ -1,9 +1,10 @@
 """Fixed point for the input, the weight and the bias of a product, each with a format of its own.
 
-The file simulates it with operators of ONNX: ``QuantizeLinear`` and ``DequantizeLinear`` with a
-scale of a power of two, in the narrowest integer that has the width, and ``Clip`` if that integer
-is wider. Every number of a format of at most 16 bits is a float, so the operators are exact, and
-the product is computed in fp32.
+The file simulates it with operators of ONNX: ``Clip`` to the ends of the format, and
+``QuantizeLinear`` and ``DequantizeLinear`` with a scale of a power of two, in the narrowest integer
+that has the width. That integer may be wider than the format, and onnx's reference evaluator wraps
+numbers that are far beyond it: hence the ``Clip``. Every number of a format of at most 16 bits is a
+float, so the operators are exact, and the product is computed in fp32.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ class _Writer:
         """A tensor rounded to the format, and converted back."""
         key = value, known
         if key not in self._written:
-            source = value if known.fills_storage else self._clipped(reader, value, known)
+            source = self._clipped(reader, value, known)
             narrow = self._insert(
                 reader,
                 "QuantizeLinear",
