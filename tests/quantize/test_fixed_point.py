@@ -107,6 +107,20 @@ def test_every_float_is_rounded_as_pytorch_does(width):
             np.testing.assert_array_equal(found, expected, f"{width}.{fraction}")
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_stored_weight_is_rounded_as_pytorch_does(width):
+    """Ties and both ends, as for inputs."""
+    for fraction in range(width + 1):
+        steps = np.arange(-(2 ** (width - 1)) - 3, 2 ** (width - 1) + 4) * 0.5
+        weight = np.float32([*steps * 2.0**-fraction, 1e9, -1e9, 1e-30])[None]
+        text = f"g (float[1,1] x) => (float[1,{weight.size}] y) {{ y = MatMul(x, w) }}"
+        plan = f"fixed:data=float32:weight={width}.{fraction}:bias=float32"
+        model = htp_export.quantize(tagged_graph(text, 21, w=weight), plan).model
+        [found] = results(model, {"x": np.ones((1, 1), np.float32)})
+        expected = fake(torch.from_numpy(weight), width, fraction).numpy()
+        np.testing.assert_array_equal(found, expected, f"{width}.{fraction}")
+
+
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(
     "formats", [((8, 4), (6, 2), (16, 8)), ((4, 2), (5, 4), (7, 7)), ((12, 6), (8, 6), (9, 3))]
