@@ -33,6 +33,7 @@ _COUNTS: tuple[Column[Any], ...] = (
     Column("nodes", "nodes", keep=3),
     Column("parameters", "parameters", keep=8),
     Column("weight_bytes", "weights", unit="B", keep=4),
+    Column("weight_bits", "weight bits"),
     Column("shared_weight_bytes", "shared weights", unit="B"),
     Column("macs", "multiply-adds", unit="FLOP"),
     Column("flops", "FLOPs", unit="FLOP", keep=9),

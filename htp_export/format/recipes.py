@@ -73,6 +73,11 @@ ROUNDED_PARTS = ("levels", "scales", "zero_points")
 NO_AXIS = -1
 """In place of an axis: one scale for the whole weight."""
 
+_MX_ELEMENTS = {"int8": 8, "e4m3": 8, "e5m2": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
+"""Element types of microscaling → bits."""
+
+_MX_SCALE_BITS = 8  # E8M0
+
 _ROUNDED_KINDS = ("int4", "uint4", "int8", "uint8", "int16", "uint16")
 
 
@@ -86,6 +91,10 @@ def _is_rounding(setting: Any) -> bool:
             return _is_axis(axis)
         case ["rows", int(bits), int(block), int(symmetric)]:
             return bits in (4, 8) and 1 <= block <= _LARGEST_BLOCK and symmetric in (0, 1)
+        case ["fixed", int(width), int(fraction)]:
+            return 2 <= width <= 16 and 0 <= fraction <= width
+        case ["mx", str(element), int(axis)]:
+            return element in _MX_ELEMENTS and 0 <= axis < MOST_DIMENSIONS
     return False
 
 
@@ -324,6 +333,28 @@ def _depth(recipe: Recipe) -> int:
     if not isinstance(recipe, list):
         return 0
     return 1 + max(map(_depth, operands_of(recipe)), default=0)
+
+
+def element_bits(recipe: Recipe) -> int | None:
+    """Return the bits of an element of a rounded tensor; None if they are those of its type.
+
+    The format of a weight can be narrower than the types in which a file can store it.
+
+    Examples:
+        >>> element_bits(["round", "fc.weight", ["levels", "fixed", 6, 2]])
+        6
+        >>> element_bits(["round", "fc.weight", ["scales", "mx", "e2m1", 1]]), element_bits("fc.weight")
+        (8, None)
+    """
+    for each in steps_in(recipe):
+        match each:
+            case ["round", _, ["levels", "fixed", int(width), _]]:
+                return width
+            case ["round", _, ["levels", "mx", str(element), _]]:
+                return _MX_ELEMENTS.get(element)
+            case ["round", _, ["scales", "mx", *_]]:
+                return _MX_SCALE_BITS
+    return None
 
 
 def recipe_to_text(recipe: Recipe) -> str:

@@ -11,6 +11,7 @@ it counts in full in each. It is **shared** in a module if nodes outside that mo
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
+from htp_export.format.recipes import element_bits, recipe_from_text
 from htp_export.format.selectors import select_below
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.known import constant_tensor
@@ -42,6 +44,8 @@ class ModuleFacts(ModuleInfo):
         parameters: Elements of the parameters at or below the module.
         self_parameters: Elements of its own parameters that no module before it has.
         weight_bytes: Size of the weights that its nodes read.
+        weight_bits: Bits of these weights: those of their format in fixed point or microscaling,
+            which can be narrower than the type in the file.
         self_weight_bytes: Size of the weights that its own nodes are the first to read.
         weight_bytes_by_dtype: Element type, as numpy names it → bytes.
         shared_bytes_by_dtype: The same for weights that nodes outside the module read, too.
@@ -52,6 +56,7 @@ class ModuleFacts(ModuleInfo):
     parameters: int = 0
     self_parameters: int = 0
     weight_bytes: int = 0
+    weight_bits: int = 0
     self_weight_bytes: int = 0
     weight_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
     shared_bytes_by_dtype: Mapping[str, int] = field(default_factory=dict)
@@ -116,16 +121,18 @@ def contents_of(tagged: TaggedModel) -> Contents:
     read: defaultdict[str, list[ir.Value]] = defaultdict(list)
     stored: list[_Held] = []
     sizes: list[_Held] = []
+    bits: list[_Held] = []
     for value, paths in _readers(tagged).items():
         tensor = stored_tensor(value)
         assert tensor is not None  # it is a weight
         stored.append(_Held(str(value.name), elements_of(value), tuple(paths)))
         sizes.append(_Held(str(value.name), tensor.nbytes, tuple(paths), dtype_name(tensor.dtype)))
+        bits.append(_Held(str(value.name), bits_of(value), tuple(paths)))
         for path in paths:
             read[path].append(value)
     declared = _declared(tagged)
     held = stored if declared is None else declared
-    parameters, weights = _summed(held), _summed(sizes)
+    parameters, weights, bits_by_module = _summed(held), _summed(sizes), _summed(bits).total
     modules = {}
     for path, info in tagged.hierarchy.items():
         nodes = index.below.get(path, ()) if path else index.nodes
@@ -136,6 +143,7 @@ def contents_of(tagged: TaggedModel) -> Contents:
             parameters=parameters.total[path][""],
             self_parameters=parameters.first[path],
             weight_bytes=sum(weights.total[path].values()),
+            weight_bits=bits_by_module[path][""],
             self_weight_bytes=weights.first[path],
             weight_bytes_by_dtype=dict(weights.total[path]),
             shared_bytes_by_dtype=dict(weights.shared[path]),
@@ -254,6 +262,17 @@ def is_weight(value: ir.Value, reader: ir.Node) -> bool:
 def stored_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     """The tensor of an initializer or a ``Constant`` node; None for any other value."""
     return value.const_value if value.producer() is None else constant_tensor(value)
+
+
+def bits_of(value: ir.Value) -> int:
+    """Bits of a stored tensor, by the format in its recipe, or by its type."""
+    tensor = stored_tensor(value)
+    if tensor is None:
+        return 0
+    bits = None
+    with contextlib.suppress(ValueError):  # a faulty recipe: its readers report it
+        bits = element_bits(recipe_from_text(tensor.metadata_props.get(tags.RECIPE, "")))
+    return tensor.nbytes * 8 if bits is None else elements_of(value) * bits
 
 
 def elements_of(value: ir.Value) -> int:

@@ -16,6 +16,8 @@ import onnx_ir as ir
 from htp_export.extras import required
 from htp_export.format.recipes import NO_AXIS
 from htp_export.model.graph_facts import Array
+from htp_export.weights.fixed_point import FixedFormat
+from htp_export.weights.microscaling import MX_ELEMENTS, microscaled
 
 _LARGEST, _MIDDLE = 127, 128  # of int8 with a symmetric range; the zero point of uint8
 
@@ -43,7 +45,9 @@ def rounding(weight: Array, scheme: list[Any]) -> Rounding:
         scheme: ``["linear", element type, axis, symmetric, reduced]``: ONNX Runtime's quantizer,
             with one scale, or one for each index of an axis. ``["channels", axis]``: ours for
             convolutions. ``["rows", bits, block size, symmetric]``: blocks of the rows of a table,
-            ours with 8 bits, ONNX Runtime's with 4.
+            ours with 8 bits, ONNX Runtime's with 4. ``["fixed", width, fractional bits]``: fixed
+            point (`FixedFormat`). ``["mx", type of elements, axis]``: blocks of 32 with scales of
+            powers of two (`microscaled`).
 
     Examples:
         >>> rounding(np.float32([-1.0, 0.5]), ["linear", "int8", -1, 1, 0]).part("levels").tolist()
@@ -211,10 +215,27 @@ def _unpacked(packed: Array, shape: tuple[int, ...], kind: str) -> Array:
     return np.asarray(ir.serde.deserialize_tensor(proto).numpy())
 
 
+def _fixed(weight: Array, width: int, fraction: int) -> Rounding:
+    """Round to fixed point, with one scale for all formats of these fractional bits."""
+    known = FixedFormat(width, fraction)
+    zero = np.zeros((), known.storage.numpy())
+    return Rounding(np.asarray(known.scale, weight.dtype), zero, lambda: known.levels(weight))
+
+
+def _mx(weight: Array, element: str, axis: int) -> Rounding:
+    """Round to the numbers of a microscaling format; scales are in float32."""
+    known = MX_ELEMENTS[element]
+    elements, scales = microscaled(weight, known, axis)
+    zeros = np.zeros(scales.shape, known.stored.numpy())
+    return Rounding(scales, zeros, lambda: elements.astype(known.stored.numpy()))
+
+
 _SCHEMES: Mapping[str, Callable[..., Rounding]] = {
     "linear": _linear,
     "channels": _channels,
     "rows": _rows,
+    "fixed": _fixed,
+    "mx": _mx,
 }
 
 

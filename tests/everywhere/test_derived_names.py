@@ -54,6 +54,8 @@ _PRECISIONS = (
     "int4:format=qdq",
     "fp8",
     "fp16",
+    "fixed:12.6",
+    "mxint8",
 )
 
 

@@ -483,6 +483,8 @@ PLAIN = {
     "static": "int8",
     "dynamic": "int8-dynamic",
     "float8": "fp8",
+    "fixed": "fixed",
+    "microscaling": "mxfp8",
 }
 FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("weights", {"format": "qdq"}),
@@ -493,6 +495,8 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("static", {"activation": "int16", "symmetric": True}),
     ("static", {"activation": "uint16", "weight": "uint8"}),
     ("float8", {}),
+    ("fixed", {}),
+    ("microscaling", {}),
 ]
 
 

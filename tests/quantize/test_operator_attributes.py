@@ -266,6 +266,8 @@ _PRECISIONS = (
     "int4",
     "fp16",
     "fp8",
+    "fixed",
+    "mxint8",
 )
 
 

@@ -42,6 +42,9 @@ PRECISIONS = [
     "int4",
     "fp8",
     "fp16",
+    "fixed",
+    "mxint8",
+    "mxfp8",
 ]
 INSERTED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Mul"}
 

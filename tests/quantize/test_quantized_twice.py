@@ -21,7 +21,7 @@ X = np.random.default_rng(0).standard_normal((2, 4, 32)).astype(np.float32)
 
 PRECISIONS = (
     "int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int8-weights:format=qdq", "int4",
-    "int4:format=qdq", "fp8", "fp16", "bf16",
+    "int4:format=qdq", "fp8", "fp16", "bf16", "fixed", "mxint8", "mxfp8",
 )  # fmt: skip
 _QUICK = {"int8": "dynamo", "int8-dynamic": "torchscript", "int4": "dynamo"}
 
@@ -73,6 +73,8 @@ _STATIC = [
     ("u8s8", "int4"),
     ("fp8", "fp8"),
     ("int16", "fp16"),
+    ("fixed", "mxfp8"),
+    ("mxint8", "fixed"),
 ]
 
 

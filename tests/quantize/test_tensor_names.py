@@ -21,6 +21,9 @@ PRECISIONS = (
     "int4",
     "fp16",
     "fp8",
+    "fixed",
+    "fixed:12.6",
+    "mxint8",
 )
 
 

@@ -8,6 +8,7 @@ names of its methods to their classes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -25,8 +26,11 @@ from htp_export.discovery import names_in, plug_in, plug_ins
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.runtime.arrays import nan_in
-from htp_export.shapes.operator_kinds import dequantizes, without_copies
+from htp_export.format.json_text import parse_json
+from htp_export.runtime.arrays import Array, nan_in
+from htp_export.shapes.operator_kinds import dequantizes, is_standard, without_copies
+from htp_export.weights.fixed_point import FIXED_BITS
+from htp_export.weights.microscaling import MX_ELEMENTS
 from htp_export.weights.products import weight_axes, weight_place
 
 ENGINE = "onnxruntime"
@@ -38,6 +42,7 @@ CHECKPOINT = "checkpoint"
 _BITS = {
     "int4": 4, "int8": 8, "uint8": 8, "float8e4m3fn": 8, "int16": 16, "uint16": 16,
     "float16": 16, "bfloat16": 16, "float32": 32,
+    **FIXED_BITS, **{name: element.bits for name, element in MX_ELEMENTS.items()},
 }  # fmt: skip
 _FOLDER = "htp_export.capabilities.quantize.methods"
 
@@ -95,6 +100,21 @@ class Method:
     def check(self) -> None:
         """Check that the fields go together; an `InputError` if they do not."""
 
+    @classmethod
+    def fields_in(cls, texts: Iterable[str]) -> dict[str, Any]:
+        """Parse the fields after the name of a precision, as in ``int4:block_size=128``."""
+        return dict(map(_field, texts))
+
+    @classmethod
+    def fields_from(cls, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of `Precision`, and options, for the fields in a plan.
+
+        Args:
+            name: The name of the precision, for errors.
+            given: Field → value.
+        """
+        return dict(given)
+
     @property
     def first_opset(self) -> int:
         """The first opset in which it can be written; models of earlier opsets are converted."""
@@ -138,7 +158,7 @@ class Method:
         source = None if weight is None else without_copies(weight)
         if source is None:
             return ""
-        if dequantizes(source.producer()):
+        if dequantizes(_before_transpose(source).producer()):
             return f"its weight is quantized already: give it {name} in the file as it was before"
         if source.is_graph_input():
             return f"{source.name!r} is an input of the model and no stored weight: make it an initializer"
@@ -148,6 +168,15 @@ class Method:
         self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
     ) -> int | None:
         """The bytes of a float input in the precision, with its scales; None if it stays."""
+        return None
+
+    def rounded(self, weight: Array, reduced: int) -> Array | None:
+        """A weight rounded to the precision, as floats; None if only a tool can compute it.
+
+        Args:
+            weight: The weight.
+            reduced: The axis over which its product sums.
+        """
         return None
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
@@ -210,10 +239,13 @@ class Precision:
 
     Attributes:
         name: Its name in tables.
-        method: ``keep``, ``cast``, ``static``, ``float8``, ``dynamic``, ``weights`` or ``cache``.
+        method: ``keep``, ``cast``, ``static``, ``float8``, ``dynamic``, ``weights``, ``cache``,
+            ``fixed`` or ``microscaling``.
         activation: Type of activations: ``float32``, ``float16``, ``bfloat16``, ``float8e4m3fn``,
-            ``int8``, ``uint8``, ``int16`` or ``uint16``. Dynamic ones are ``uint8``.
-        weight: Type of weights, as for activations, and ``int4``.
+            ``int8``, ``uint8``, ``int16``, ``uint16``, or fixed point such as ``fixed8.4``.
+            Dynamic ones are ``uint8``.
+        weight: Type of weights, as for activations, and ``int4``; elements of ``microscaling``:
+            ``int8``, ``e4m3``, ``e5m2``, ``e3m2``, ``e2m3``, ``e2m1``.
         symmetric: Whether zero is the middle of the range: of activations (``static``), or of
             weights in blocks.
         per_channel: Whether each output channel of a weight has its own scale (``static``,
@@ -344,9 +376,28 @@ class Precision:
         return InputError(f"precision {self.name!r}: {problem}")
 
 
+def _before_transpose(value: ir.Value) -> ir.Value:
+    """The input of a ``Transpose`` of a weight; another value as it is."""
+    producer = value.producer()
+    source = producer.inputs[0] if is_standard(producer, "Transpose") and producer else None
+    return value if source is None else without_copies(source)
+
+
 def _is_block_size(size: object) -> bool:
     """Whether ONNX Runtime has blocks of a size: 16 elements or more, and a power of two."""
     return isinstance(size, int) and size >= 16 and size & (size - 1) == 0
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """Parse a field, as in ``block_size=128``."""
+    name, _, value = text.partition("=")
+    if not (name and value):
+        raise InputError(
+            f"{text!r} is no field of a precision; write FIELD=VALUE, as in int4:accuracy_level=0"
+        )
+    with contextlib.suppress(ValueError):  # a number, true or false; otherwise a word
+        return name, parse_json(value)
+    return name, value
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Precision))

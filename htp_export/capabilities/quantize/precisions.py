@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
@@ -10,7 +9,6 @@ from typing import Any
 
 from htp_export.capabilities.quantize.method import CHECKPOINT, FIELDS, Precision
 from htp_export.errors import InputError, RuleError, unknown_name
-from htp_export.format.json_text import parse_json
 
 AUTO = Precision("auto")
 """A placeholder, which `AutoPrecision` replaces by one that is faster than fp32 on this machine."""
@@ -27,6 +25,11 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision("int4", "weights", weight="int4"),
         Precision("int8-cache", "cache", weight="int8", per_channel=True),
         Precision("fp8", "float8", "float8e4m3fn", "float8e4m3fn", per_channel=True),
+        Precision("fixed", "fixed", "fixed16.8", "fixed16.8", options={"bias": "fixed16.8"}),
+        Precision("mxint8", "microscaling", weight="int8"),
+        Precision("mxfp8", "microscaling", weight="e4m3"),
+        Precision("mxfp6", "microscaling", weight="e2m3"),
+        Precision("mxfp4", "microscaling", weight="e2m1"),
         Precision("fp16", "cast", "float16", "float16"),
         Precision("bf16", "cast", "bfloat16", "bfloat16"),
         Precision("fp32"),
@@ -58,7 +61,7 @@ def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Pre
         return _with_fields(value, named)
     if isinstance(value, str) and value.partition(":")[0] in named and ":" in value:
         name, *texts = value.split(":")
-        fields = dict(map(_field, texts))
+        fields = named[name].how.fields_in(texts)
         return _with_fields({"precision": name, **fields, "name": value}, named)
     if not isinstance(value, str) or value not in named:
         raise InputError(f"there is no precision {unknown_name(value, named)}")
@@ -76,22 +79,11 @@ def _with_fields(value: Mapping[str, Any], named: Mapping[str, Precision]) -> Pr
         raise InputError(
             f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given"
         )
+    given = base.how.fields_from(base.name, given)
     fields = {key: given.pop(key) for key in FIELDS if key in given}
     # The remaining fields are options of the method. The bits follow from the type.
     changes = {"bits": 0, "options": {**base.options, **given}, **fields}
     return dataclasses.replace(base, **changes)
-
-
-def _field(text: str) -> tuple[str, Any]:
-    """Parse a field, as in ``block_size=128``."""
-    name, _, value = text.partition("=")
-    if not (name and value):
-        raise InputError(
-            f"{text!r} is no field of a precision; write FIELD=VALUE, as in int4:accuracy_level=0"
-        )
-    with contextlib.suppress(ValueError):  # a number, true or false; otherwise a word
-        return name, parse_json(value)
-    return name, value
 
 
 def precisions_of(

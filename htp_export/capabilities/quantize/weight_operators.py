@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,13 +144,7 @@ def _as_product(
 ) -> None:
     matrix = weight
     if node.attributes.get_int("transB", 0):
-        name, recipe = f"{weight.name}_transposed", step("transpose", recipe_of(weight), [1, 0])
-        matrix = graph.initializers.get(name) or add_initializer(
-            graph,
-            changed_when_written(tensor, np.transpose, recipe, tensor.shape.numpy()[::-1]),
-            name,
-            recipe,
-        )
+        matrix = transposed(graph, weight, tensor)
     new = [ir.node("MatMul", [node.inputs[0], matrix], name=node.name)]
     result = new[0].outputs[0]
     result.name, result.type = f"{node.outputs[0].name}_product", node.outputs[0].type
@@ -162,6 +156,69 @@ def _as_product(
     )
     if not weight.uses():
         graph.initializers.pop(str(weight.name), None)
+
+
+def transposed(graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol) -> ir.Value:
+    """The initializer with the transpose of a stored matrix; added if there is none."""
+    name, recipe = f"{weight.name}_transposed", step("transpose", recipe_of(weight), [1, 0])
+    return graph.initializers.get(name) or add_initializer(
+        graph,
+        changed_when_written(tensor, np.transpose, recipe, tensor.shape.numpy()[::-1]),
+        name,
+        recipe,
+    )
+
+
+def store_by_rows(
+    graph: ir.Graph,
+    node: ir.Node,
+    rounded: Callable[[ir.Value], ir.Value],
+) -> None:
+    """Replace the stored weight of a product by its rounded form, in place.
+
+    Matrices are stored with a row for each result, as PyTorch stores them. In the other layout,
+    ONNX Runtime's CPU fuses ``DequantizeLinear`` and the product to ``MatMulNBits``, which also
+    rounds the activations to int8.
+
+    The replaced initializers stay in the graph.
+
+    Args:
+        graph: The graph.
+        node: The product.
+        rounded: Returns the dequantized value of a stored tensor.
+    """
+    weight = node.inputs[1]
+    assert weight is not None
+    tensor = weight.const_value
+    assert tensor is not None
+    if not has_columns(node, tensor):
+        node.replace_input_with(1, rounded(weight))
+        return
+    rows = transposed(graph, weight, tensor)
+    dequantized = rounded(rows)
+    if node.op_type == "Gemm":
+        node.replace_input_with(1, dequantized)
+        node.attributes["transB"] = ir.AttrInt64("transB", 1)
+        return
+    for use in dequantized.uses():
+        if is_standard(use.node, "Transpose"):  # of another product with this weight
+            node.replace_input_with(1, use.node.outputs[0])
+            return
+    name = f"{dequantized.name}_Transpose"
+    transpose = ir.node("Transpose", [dequantized], {"perm": [1, 0]}, name=name)
+    [result] = transpose.outputs
+    result.name, result.type, result.shape = f"{name}_output", dequantized.type, weight.shape
+    graph.insert_before(node, transpose)
+    node.replace_input_with(1, result)
+
+
+def has_columns(node: ir.Node, tensor: ir.TensorProtocol) -> bool:
+    """Whether the weight of a node is a matrix with a column for each result."""
+    return (
+        is_standard(node, "MatMul", "Gemm")
+        and len(tensor.shape) == 2
+        and not node.attributes.get_int("transB", 0)
+    )
 
 
 def write_dequantized(graph: ir.Graph) -> None:
@@ -280,7 +337,7 @@ def _by_channel(
 ) -> ir.Value:
     """Insert a ``DequantizeLinear`` of a weight with a scale for each channel."""
     shape = tuple(int(size) for size in tensor.shape.numpy())
-    parts = _Parts(graph, weight, ["channels", channels])
+    parts = RoundedParts(graph, weight, ["channels", channels])
     stored = [
         parts.add("Q8", "levels", ir.DataType.INT8, shape),
         parts.add("scales", "scales", tensor.dtype, (shape[channels],)),
@@ -301,7 +358,7 @@ def _by_block(
     """Add initializers for the levels, scales and zero points of the rows of a table."""
     rows, columns = (int(length) for length in tensor.shape.numpy())
     blocks = (rows, -(-columns // size))
-    parts = _Parts(graph, weight, ["rows", 8, size, int(symmetric)])
+    parts = RoundedParts(graph, weight, ["rows", 8, size, int(symmetric)])
     stored = [
         parts.add("Q8", "levels", ir.DataType.UINT8, (rows, columns)),
         parts.add("scales", "scales", tensor.dtype, blocks),
@@ -320,21 +377,22 @@ def _look_up(graph: ir.Graph, node: ir.Node, stored: list[ir.Value], block_size:
     graph.opset_imports.setdefault("com.microsoft", 1)
 
 
-class _Parts:
+class RoundedParts:
     """The parts of a rounded weight as initializers, computed when they are written, and only once."""
 
     def __init__(self, graph: ir.Graph, weight: ir.Value, scheme: list[Any]) -> None:
         self._graph, self._weight, self._scheme = graph, weight, scheme
         self._roundings = Roundings()
 
-    def add(self, end: str, part: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
+    def add(self, end: str, part: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
         """Add the initializer of a part; ``end`` is the end of its name."""
         source, scheme, roundings = self._weight.const_value, self._scheme, self._roundings
         assert source is not None
 
         def read() -> ir.TensorProtocol:
             array = roundings.part("", part, lambda: rounding(source.numpy(), scheme))
-            return ir.Tensor(array, dtype=dtype)
+            # the same numbers, if a type of its own is wanted for them
+            return ir.Tensor(array.astype(dtype.numpy(), copy=False), dtype=dtype)
 
         name = f"{self._weight.name}_{end}"
         tensor = ir.LazyTensor(read, dtype, ir.Shape(shape), name=name)

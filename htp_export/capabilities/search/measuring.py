@@ -23,6 +23,7 @@ from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.files.lazy_tensor import slots
 from htp_export.model.hashes import content_hash
+from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.runtime.arrays import Array, nan_in
@@ -67,6 +68,8 @@ class Measurement(Deviation):
             None if it was not measured.
         nonzeros: Elements of the weights, as ``prune`` counts them, that are neither zero nor
             removed, before they are quantized; None in measurements of an earlier version.
+        bits: Bits of the weights, with scales, as ``weight_bits`` of ``cost``; None in measurements
+            of an earlier version.
         spread: Name of a number → half the range of its values, if it is the median of several
             measurements.
     """
@@ -75,6 +78,7 @@ class Measurement(Deviation):
     latency_ms: float | None = None
     metric: float | None = None
     nonzeros: int | None = None
+    bits: int | None = None
     tokens: float | None = None
     time_ms: float | None = None
     spread: Mapping[str, float] = field(default_factory=dict)
@@ -309,6 +313,7 @@ class Measurer:
             latency_ms=None if is_loop else ms,
             metric=metric,
             nonzeros=nonzeros,
+            bits=contents_of(tagged).modules[""].facts.weight_bits,
             tokens=float(np.mean(agreements)) if agreements else None,
             time_ms=ms if is_loop else None,
         )

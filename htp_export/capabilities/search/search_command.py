@@ -40,9 +40,7 @@ IDLE = (
 )
 
 
-_OBJECTIVES = (
-    "By comma, of error, size, latency, metric, nonzeros; of a decoder tokens, time (error,size)."
-)
+_OBJECTIVES = "By comma, of error, size, bits, latency, metric, nonzeros; of a decoder tokens, time (error,size)."
 
 
 @dataclass(frozen=True)

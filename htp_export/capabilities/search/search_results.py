@@ -14,7 +14,7 @@ from htp_export.reporting.result import PlainData, Result, Table
 from htp_export.reporting.tag_facts import TagFacts
 from htp_export.runtime.arrays import Array
 
-OBJECTIVES = ("error", "size", "latency", "metric", "nonzeros", "tokens", "time")
+OBJECTIVES = ("error", "size", "bits", "latency", "metric", "nonzeros", "tokens", "time")
 OF_DECODERS = ("tokens", "time")
 """Objectives that run the loop of token generation."""
 LARGER_IS_BETTER = ("metric", "tokens")
@@ -30,7 +30,7 @@ class Trial(PlainData):
         number: Its number in the study; None for the whole model with one choice.
         plan: Selector → name of a precision, or a mapping of its fields: a plan for ``quantize``.
         values: Objective → value: ``error``, ``size`` in bytes, ``latency`` in ms, ``metric``,
-            ``nonzeros``, ``tokens``, a share, and ``time`` in ms.
+            ``bits``, ``nonzeros``, ``tokens``, a share, and ``time`` in ms.
         origin: ``front`` for the front of the sums, ``uniform``, or ``sampler``.
         measured: The whole measurement, as plain data.
         prune: Selector → sparsity, applied before: a plan for ``prune``; empty without pruning.
@@ -91,7 +91,7 @@ class Search(Result):
         failed: Number of trials that could not be measured.
         modules: Module path → names of its choices.
         predicted: Points of the front of the additive problem: the first objective of ``size``,
-            ``latency``, ``time`` and ``nonzeros``, and error, as sums over modules.
+            ``bits``, ``latency``, ``time`` and ``nonzeros``, and error, as sums over modules.
         exact: Whether these are all points of that front.
         notes: Remarks on the data, and on choices that modules cannot have, a line each.
         tags: The tags of the model.
@@ -186,6 +186,7 @@ _TEXTS = {
     "time": "{:.3f}".format,
     "tokens": "{:.2%}".format,
     "nonzeros": "{:,.0f}".format,
+    "bits": "{:,.0f}".format,
     "metric": "{:.4f}".format,
 }
 """Objective → how its values are drawn."""

@@ -26,7 +26,7 @@ from htp_export.errors import InputError, ToolError
 from htp_export.format import tags
 from htp_export.process.progress import counted
 
-_COSTS = ("size", "latency", "time", "nonzeros")
+_COSTS = ("size", "bits", "latency", "time", "nonzeros")
 """Objectives that are summed over modules, as errors are; the first one is predicted."""
 
 _FIELDS = {"size": "bytes", "latency": "latency_ms", "time": "time_ms"}

@@ -95,7 +95,8 @@ def search(
             as it is; ``"auto"`` is one precision for all modules with this choice. Modules that are
             only dropped or stay may contain others.
         objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors),
-            ``latency``, ``metric``, and ``nonzeros`` (elements of weights that are neither zero nor
+            ``bits`` (of weights, in the format of each), ``latency``, ``metric``, and
+            ``nonzeros`` (elements of weights that are neither zero nor
             removed). For a decoder with a key-value cache, also ``tokens``, the share of greedy
             tokens that agree with the original's, and ``time``, in ms, of the loop that generates
             them, prompt included; ``error`` is then that of their logits.

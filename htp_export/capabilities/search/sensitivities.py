@@ -136,6 +136,9 @@ def rounded(weight: Array, precision: Precision, reduced: int = 0, channels: int
 
         kind = np.float16 if precision.weight == "float16" else ml_dtypes.bfloat16
         return np.asarray(weight.astype(kind), np.float32)
+    computed = precision.how.rounded(weight, reduced % weight.ndim)
+    if computed is not None:
+        return computed
     if precision.method == "weights":
         return _in_blocks(weight, precision, reduced % weight.ndim)
     bits = precision.bits
