@@ -263,6 +263,8 @@ class ExportEvidence(FateEvidence[Key]):
     def _moved(self, path: str) -> dict[str, None]:
         """Owners of a module's work that was assigned to other calls, in order of execution."""
         moved = self._record.moved
+        if not moved:
+            return {}
         calls: set[int] = set()
         for call in self._calls_of.get(path, ()):
             calls |= moved.get(call, set())
@@ -378,7 +380,7 @@ def _owned(
 
     @cache
     def encoded_calls(work: NodeCalls) -> str:
-        return calls.encode_calls(work.owners, work.calls)
+        return calls.encoded(work)
 
     return [
         Owned(owner.paths, owner.reason, encoded_calls(work))

@@ -13,7 +13,6 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, keys_of
@@ -141,14 +140,18 @@ class Trace:
         Numbers among the arguments of the model are inputs of the graph: they stay, and are marked.
         """
         flags = keys_of([tensor for _, tensor in given.inputs], self._is_number)
+        if not any(flags):
+            return given
         numbers = frozenset(name for name, _ in itertools.compress(given.inputs, flags))
-        if not numbers or len(self.log.stack) == 1:
-            return replace(given, numbers=numbers)
-        return replace(given, inputs=tuple(pair for pair in given.inputs if pair[0] not in numbers))
+        if len(self.log.stack) == 1:
+            return given._replace(numbers=numbers)
+        return given._replace(inputs=tuple(pair for pair in given.inputs if pair[0] not in numbers))
 
     def _tensors(self, traced: list[Any]) -> list[Any]:
         """The subset of traced tensors that are tensors in PyTorch, too."""
         flags = keys_of(traced, self._is_number)
+        if not any(flags):
+            return traced
         return list(itertools.compress(traced, map(operator.not_, flags)))
 
     def _is_number(self, *tensor: Any) -> bool:
