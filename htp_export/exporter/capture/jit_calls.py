@@ -26,6 +26,7 @@ from htp_export.exporter.capture.torchscript_internals import (
     is_number,
     is_script_method,
     next_number,
+    nodes_in,
     nodes_of,
     numbers_of_inputs,
     numbers_of_outputs,
@@ -172,8 +173,8 @@ class Trace:
             kind = node.kind()
             if kind == "prim::TracedModuleForward":
                 inner = self._call_of_block(node.s("scope"), call, later)
-                for block in node.blocks():
-                    yield from self._traced_nodes(block.nodes(), inner, later)
+                block = next(iter(node.blocks()))  # the only one
+                yield from self._traced_nodes(nodes_in(block), inner, later)
             elif kind not in CONSTANTS:
                 numbers = numbers_of_outputs(node), numbers_of_inputs(node)
                 yield TracedNode(out_of_place(kind), call, *numbers)
