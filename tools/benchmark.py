@@ -207,7 +207,7 @@ def memory(side: str, name: str, exporter: str) -> int:
     )
 
 
-def run_export(names: list[str], exporters: list[str], pairs: int) -> None:
+def run_export(names: list[str], exporters: list[str], pairs: int, runs_for_memory: int) -> None:
     """Time and memory, paired."""
     for name in names:
         for exporter in exporters:
@@ -222,14 +222,16 @@ def run_export(names: list[str], exporters: list[str], pairs: int) -> None:
                 on_nodes, on_model = metadata(model, inputs, exporter)
                 steps = steps_of(model, inputs, exporter)
             used = [
-                memory("ours", name, exporter) / memory("torch", name, exporter) for _ in range(3)
+                memory("ours", name, exporter) / memory("torch", name, exporter)
+                for _ in range(runs_for_memory)
             ]
             print(
                 f"{name:11} {exporter:12} torch {seconds:5.2f} s  " + describe("time", ours),
                 flush=True,
             )
             print(f"{'':40}" + describe("A/A ", control))
-            print(f"{'':40}" + describe("peak memory", used))
+            if used:
+                print(f"{'':40}" + describe("peak memory", used))
             print(f"{'':40}metadata {on_nodes:.0f} bytes a node, and {on_model:.0f} on the model")
             print(f"{'':40}{steps}", flush=True)
 
@@ -469,6 +471,9 @@ def main() -> None:
     )
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument(
+        "--memory", type=int, default=3, help="export: pairs of processes for peak memory; 0: none"
+    )
     parser.add_argument("--nodes", type=int, default=50_000)
     parser.add_argument("--side", choices=["ours", "torch"], default="ours", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -555,7 +560,7 @@ def main() -> None:
         large_model.run(["extract"])
     else:
         exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
-        run_export(given.models, exporters, given.pairs)
+        run_export(given.models, exporters, given.pairs, given.memory)
 
 
 if __name__ == "__main__":
