@@ -3,6 +3,8 @@
 
     python tools/benchmark.py export           # paired against torch.onnx.export, in one process
     python tools/benchmark.py export --models bert --exporter torchscript --pairs 9
+    python tools/benchmark.py export --models linear modules vit resnet llama swin t5 --pairs 3   # many small modules
+    python tools/benchmark.py export --models modules100 modules modules5000   # how the ratio grows
     python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
     python tools/benchmark.py run              # verify, extract and profile, against PyTorch and ONNX Runtime alone
     python tools/benchmark.py bind --models bert   # new weights in a file, against an export of them
@@ -15,7 +17,8 @@ Decoders in ONNX Runtime GenAI: tools/decoder_speed.py.
 
 Every ratio is a median of pairs that ran one after the other in one process, in turn which of the two comes first,
 and stands beside an A/A control: torch's exporter against itself, paired in the same way. A ratio inside the
-control's spread says nothing.
+control's spread says nothing. `export` compares processor time, so that other programs of a busy machine do not count,
+and says in which steps of ours the time goes.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from pathlib import Path
 
 import compare_models
 import compression
+import export_models
 import function_files
 import fused_level
 import large_model
@@ -83,6 +87,8 @@ def decoder() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 
 MODELS = {"bert": bert, "resnet": resnet, "decoder": decoder}
+EXPORTED = {**MODELS, **export_models.MODELS}
+_STEPS = 6  # steps of ours that are printed, the longest ones
 
 
 class KeywordTensors(torch.nn.Module):
@@ -103,12 +109,12 @@ Inputs = dict[str, torch.Tensor]
 def once(
     export: Callable[..., object], model: torch.nn.Module, inputs: Inputs, exporter: str
 ) -> float:
-    """Seconds of one export into a fresh folder."""
+    """Processor seconds of one export into a fresh folder."""
     with tempfile.TemporaryDirectory() as folder:
         gc.collect()
-        start = time.perf_counter()
+        start = time.process_time()
         write(export, model, inputs, exporter, f"{folder}/model.onnx")
-        return time.perf_counter() - start
+        return time.process_time() - start
 
 
 def write(
@@ -119,6 +125,26 @@ def write(
         export(model, (), file, kwargs=inputs, dynamo=True, verbose=False)
     else:
         export(model, tuple(inputs.values()), file, dynamo=False)
+
+
+def exported(name: str, exporter: str) -> tuple[torch.nn.Module, Inputs]:
+    """A model with random weights and its inputs, as both sides export it."""
+    torch.manual_seed(0)
+    model, inputs = EXPORTED[name]()
+    # modules of torch itself have positional arguments, and results that are tensors
+    if exporter == "torchscript" and hasattr(model, "config"):
+        model = KeywordTensors(model, list(inputs))
+    return model.eval(), inputs
+
+
+def steps_of(model: torch.nn.Module, inputs: Inputs, exporter: str) -> str:
+    """One line: processor time of our steps in one export, the longest ones by name, with how often each runs."""
+    with export_models.measured_steps() as spent:
+        whole = once(htp_export.export, model, inputs, exporter)
+    ours = sum(seconds for seconds, _ in spent.values())
+    longest = sorted(spent.items(), key=lambda item: -item[1].seconds)[:_STEPS]
+    texts = [f"{name} {step.seconds:.3f} s ({step.times:,})" for name, step in longest]
+    return f"own steps {ours:.3f} of {whole:.2f} s: {'; '.join(texts)}"
 
 
 def ratios(
@@ -182,15 +208,11 @@ def memory(side: str, name: str, exporter: str) -> int:
     )
 
 
-def run_export(names: list[str], exporters: list[str], pairs: int) -> None:
+def run_export(names: list[str], exporters: list[str], pairs: int, runs_for_memory: int) -> None:
     """Time and memory, paired."""
     for name in names:
         for exporter in exporters:
-            torch.manual_seed(0)
-            model, inputs = MODELS[name]()
-            model.eval()
-            if exporter == "torchscript":
-                model = KeywordTensors(model, list(inputs)).eval()
+            model, inputs = exported(name, exporter)
             what = {"model": model, "inputs": inputs, "exporter": exporter}
             with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
                 once(torch.onnx.export, **what)  # type: ignore[arg-type]
@@ -199,27 +221,25 @@ def run_export(names: list[str], exporters: list[str], pairs: int) -> None:
                 control = ratios(torch.onnx.export, torch.onnx.export, pairs, **what)
                 seconds = once(torch.onnx.export, **what)  # type: ignore[arg-type]
                 on_nodes, on_model = metadata(model, inputs, exporter)
+                steps = steps_of(model, inputs, exporter)
             used = [
-                memory("ours", name, exporter) / memory("torch", name, exporter) for _ in range(3)
+                memory("ours", name, exporter) / memory("torch", name, exporter)
+                for _ in range(runs_for_memory)
             ]
             print(
-                f"{name:8} {exporter:12} torch {seconds:5.2f} s  " + describe("time", ours),
+                f"{name:11} {exporter:12} torch {seconds:5.2f} s  " + describe("time", ours),
                 flush=True,
             )
-            print(f"{'':37}" + describe("A/A ", control))
-            print(f"{'':37}" + describe("peak memory", used))
-            print(
-                f"{'':37}metadata {on_nodes:.0f} bytes a node, and {on_model:.0f} on the model",
-                flush=True,
-            )
+            print(f"{'':40}" + describe("A/A ", control))
+            if used:
+                print(f"{'':40}" + describe("peak memory", used))
+            print(f"{'':40}metadata {on_nodes:.0f} bytes a node, and {on_model:.0f} on the model")
+            print(f"{'':40}{steps}", flush=True)
 
 
 def run_memory(name: str, exporter: str, side: str) -> None:
     """Peak resident memory of this process, in bytes, after one export."""
-    model, inputs = MODELS[name]()
-    model.eval()
-    if exporter == "torchscript":
-        model = KeywordTensors(model, list(inputs)).eval()
+    model, inputs = exported(name, exporter)
     export = htp_export.export if side == "ours" else torch.onnx.export
     tiny = torch.nn.Linear(2, 2).eval()
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
@@ -470,6 +490,9 @@ def main() -> None:
     )
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument(
+        "--memory", type=int, default=3, help="export: pairs of processes for peak memory; 0: none"
+    )
     parser.add_argument("--nodes", type=int, default=50_000)
     parser.add_argument("--side", choices=["ours", "torch"], default="ours", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -500,9 +523,12 @@ def main() -> None:
         help="compress: a file to which rows are appended; those in it are not made again",
     )
     given = parser.parse_args()
-    own = {"fused": fused_level.MODELS, "compress": (*MODELS, *compression.KINDS)}.get(
-        given.what, (*MODELS,)
-    )
+    own = {
+        "fused": fused_level.MODELS,
+        "compress": (*MODELS, *compression.KINDS),
+        "export": EXPORTED,
+        "memory": EXPORTED,
+    }.get(given.what, (*MODELS,))
     for name in set(given.models) - set(own):
         parser.error(f"no model {name!r} in {given.what}; there are {', '.join(own)}")
     given.models = given.models or [*(own if given.what == "fused" else MODELS)]
@@ -553,7 +579,7 @@ def main() -> None:
         large_model.run(["extract"])
     else:
         exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
-        run_export(given.models, exporters, given.pairs)
+        run_export(given.models, exporters, given.pairs, given.memory)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ boundary of the module's *nodes* (`htp_export.model.boundaries`) it is inside.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, Key, Record
@@ -263,6 +263,8 @@ class ExportEvidence(FateEvidence[Key]):
     def _moved(self, path: str) -> dict[str, None]:
         """Owners of a module's work that was assigned to other calls, in order of execution."""
         moved = self._record.moved
+        if not moved:
+            return {}
         calls: set[int] = set()
         for call in self._calls_of.get(path, ()):
             calls |= moved.get(call, set())
@@ -286,6 +288,8 @@ class ExportEvidence(FateEvidence[Key]):
         lost = [
             key for key in (*boundary.inputs, *boundary.outputs) if key not in self._record.final
         ]
+        if not lost:
+            return {}
         return self._beyond(boundary, lost)
 
     def _beyond(self, boundary: CallBoundary, keys: Collection[Key]) -> dict[str, None]:
@@ -346,7 +350,7 @@ def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
     """The module tree with the number of calls of each module; modules missing in it are added."""
     paths = dict.fromkeys((*hierarchy, *(call.path for call in log.calls)))
     modules = (hierarchy.get(path) or ModuleInfo(path, "") for path in paths)
-    return Hierarchy([replace(module, calls=log.count(module.path)) for module in modules])
+    return Hierarchy([module.with_results(calls=log.count(module.path)) for module in modules])
 
 
 def _works_of(
@@ -378,7 +382,7 @@ def _owned(
 
     @cache
     def encoded_calls(work: NodeCalls) -> str:
-        return calls.encode_calls(work.owners, work.calls)
+        return calls.encoded(work)
 
     return [
         Owned(owner.paths, owner.reason, encoded_calls(work))

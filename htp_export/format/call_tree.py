@@ -329,11 +329,18 @@ class CallTree:
 
     def encode_calls(self, owners: tuple[str, ...], calls: Iterable[Instance]) -> str:
         """Return the encoded calls of a node; empty if they follow from its owners."""
-        work = self.of_calls(owners, calls)
+        return self.encoded(self.of_calls(owners, calls))
+
+    def encoded(self, work: NodeCalls) -> str:
+        """Return the encoded calls of a node with this work, as `encode_calls`."""
         if not work.parts:
             return ""
+        owners = work.owners
         candidates = [""]
         (first, *more) = work.calls
+        # the usual case: the only call of the only owner
+        if owners == (first.path,) and not more and first.call == 0 and self._ran(first.path) <= 1:
+            return ""
         if not more and first.path == owners[-1] and self._ran(first.path) > 1:
             candidates.insert(0, str(first.call))
         for encoded in candidates:

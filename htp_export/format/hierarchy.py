@@ -48,6 +48,8 @@ class ModuleInfo:
 
     def __post_init__(self) -> None:
         """Convert the name of a fate to a `Fate`."""
+        if type(self.fate) is Fate:
+            return
         fate = Fate(self.fate) if self.fate else Fate.of_calls(self.calls)
         object.__setattr__(self, "fate", fate)
 
@@ -80,6 +82,23 @@ class ModuleInfo:
             if not module.class_name or module.is_generated:
                 return True
         return self.simple_class == other.simple_class
+
+    def with_results(
+        self, calls: int, fate: Fate | None = None, fused_with: tuple[str, ...] | None = None
+    ) -> ModuleInfo:
+        """Return the module with results of an export; arguments that are None are unchanged.
+
+        In half the time of ``replace``, which an export calls for every module.
+        """
+        return ModuleInfo(
+            self.path,
+            self.class_name,
+            calls,
+            self.fate if fate is None else fate,
+            self.fused_with if fused_with is None else fused_with,
+            self.torch_name,
+            self.synthetic,
+        )
 
     def counted(self, calls: int) -> ModuleInfo:
         """Return the module with another number of calls; its fate becomes ``uncalled`` if that is 0 now."""
@@ -205,9 +224,11 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         modules = []
         for path, module in self.items():
             count = calls.get(path, module.calls)
-            fate = Fate(fates.get(path, module.fate))
+            fate = fates.get(path, module.fate)
+            if type(fate) is not Fate:
+                fate = Fate(fate)
             partners = tuple(fused_with.get(path, module.fused_with)) if fate.is_merged else ()
-            modules.append(replace(module, calls=count, fate=fate, fused_with=partners))
+            modules.append(module.with_results(count, fate, partners))
         return Hierarchy(modules)
 
     def including(

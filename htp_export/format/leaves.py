@@ -7,7 +7,7 @@ Containers are tuples, lists, mappings, dataclasses, classes registered with
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -41,6 +41,13 @@ def named_leaves(
             yield from named_leaves(part, _joined(leaf_name, key), (*above, id(leaf)))
 
 
+def are_tensors(values: Iterable[Any]) -> bool:
+    """Return whether all values are plain tensors, as most arguments and results of modules are."""
+    import torch
+
+    return all(type(value) is torch.Tensor for value in values)
+
+
 def named_tensors_in(tree: Any) -> Iterator[tuple[str, Any]]:
     """Iterate over the tensors among the leaves, in order, with the keys that lead to them, joined by dots."""
     import torch
@@ -50,6 +57,8 @@ def named_tensors_in(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def tensors_in(tree: Any) -> Iterator[Any]:
     """Iterate over the tensors among the leaves, in order."""
+    if are_tensors((tree,)):
+        return iter((tree,))
     return (tensor for _, tensor in named_tensors_in(tree))
 
 

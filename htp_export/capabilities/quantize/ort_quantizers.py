@@ -26,6 +26,10 @@ _MOST_GROUPS = 256
 """The largest number of groups, of which each leaves an open file: some systems allow 1024 for a
 process. Groups of huge models are larger."""
 
+_GROUP_WEIGHTS = 100
+"""The largest number of weights of a group, unless that makes too many groups: ONNX Runtime searches
+all weights of the part that it quantizes for each product."""
+
 _PACKAGE = "onnxruntime"
 _QUANTIZATION = f"{_PACKAGE}.quantization"
 
@@ -186,7 +190,7 @@ class OneRun:
 
 
 def groups_in_memory(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
-    """Divide nodes into groups whose weights fit into memory.
+    """Divide nodes into groups whose weights fit into memory, and are not too many for a search.
 
     Nodes that share a weight are in one group, so that it is read once. Nodes of different graphs
     are in different groups, and so are convolutions, whose weights get another type.
@@ -209,14 +213,18 @@ def _groups(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
         for weight, consumers in consumers_of.items()
     }
     most = max(GROUP_BYTES, sum(sizes.values()) // _MOST_GROUPS)
+    most_weights = max(_GROUP_WEIGHTS, len(sizes) // _MOST_GROUPS)
     groups: list[list[ir.Node]] = []
     size = 0
+    weights = 0
     for weight, consumers in consumers_of.items():
-        if not groups or size + sizes[weight] > most:
+        if not groups or size + sizes[weight] > most or weights == most_weights:
             groups.append([])
             size = 0
+            weights = 0
         groups[-1] += consumers
         size += sizes[weight]
+        weights += 1
     # By weight, nodes lose the order of execution, in which a part is cut out.
     order = {node: place for place, node in enumerate(nodes)}
     return [sorted(group, key=order.__getitem__) for group in groups]

@@ -11,11 +11,11 @@ import collections
 import functools
 import inspect
 from collections.abc import Callable, Container, Hashable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from htp_export.format import tags
-from htp_export.format.leaves import containers_in, named_tensors_in
+from htp_export.format.leaves import are_tensors, containers_in, named_tensors_in
 from htp_export.format.tags import Reason
 
 NO_CALL = -1  # in place of the index of a call
@@ -23,8 +23,7 @@ Key = Hashable
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One run of a module's ``forward``."""
 
     path: str  # the module's path
@@ -32,8 +31,7 @@ class Call:
     parent: int  # index of the calling call; ``NO_CALL`` for the outermost
 
 
-@dataclass(frozen=True, slots=True)
-class CallTensors:
+class CallTensors(NamedTuple):
     """The input and output tensors of one call."""
 
     # argument of ``forward``, such as ``mask`` or ``states.1``, and key of each tensor
@@ -53,6 +51,8 @@ class CallTensors:
     ) -> CallTensors:
         """The input tensors of a call of ``forward``, before it may change a cache in place."""
         arguments = arguments_by_name(forward, args, kwargs)
+        if are_tensors(arguments.values()):
+            return cls(tuple(arguments.items()))
         return cls(tuple(named_tensors_in(arguments)), (), tuple(containers_in(arguments)))
 
     def is_part(self, argument: str) -> bool:
@@ -111,7 +111,7 @@ class CallLog:
         names = [name for name, _ in given.inputs]
         tensors = [tensor for _, tensor in given.inputs]
         keys = keys_of(tensors, key)
-        entering = replace(given, inputs=tuple(zip(names, keys, strict=True)))
+        entering = given._replace(inputs=tuple(zip(names, keys, strict=True)))
         self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
     def exit(self, results: list[Any], key: Callable[[Any], Any]) -> None:
@@ -121,7 +121,7 @@ class CallLog:
         input_ids, entered = self._inputs.pop(index)
         if self.returned_inputs.get(path, True):
             self.returned_inputs[path] = all(id(tensor) in input_ids for tensor in results)
-        self.call_tensors[index] = replace(entered, outputs=keys_of(results, key))
+        self.call_tensors[index] = entered._replace(outputs=keys_of(results, key))
 
     def count(self, path: str) -> int:
         """The number of calls of a module."""

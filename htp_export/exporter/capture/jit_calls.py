@@ -13,7 +13,6 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, keys_of
@@ -27,6 +26,7 @@ from htp_export.exporter.capture.torchscript_internals import (
     is_number,
     is_script_method,
     next_number,
+    nodes_in,
     nodes_of,
     numbers_of_inputs,
     numbers_of_outputs,
@@ -141,14 +141,18 @@ class Trace:
         Numbers among the arguments of the model are inputs of the graph: they stay, and are marked.
         """
         flags = keys_of([tensor for _, tensor in given.inputs], self._is_number)
+        if not any(flags):
+            return given
         numbers = frozenset(name for name, _ in itertools.compress(given.inputs, flags))
-        if not numbers or len(self.log.stack) == 1:
-            return replace(given, numbers=numbers)
-        return replace(given, inputs=tuple(pair for pair in given.inputs if pair[0] not in numbers))
+        if len(self.log.stack) == 1:
+            return given._replace(numbers=numbers)
+        return given._replace(inputs=tuple(pair for pair in given.inputs if pair[0] not in numbers))
 
     def _tensors(self, traced: list[Any]) -> list[Any]:
         """The subset of traced tensors that are tensors in PyTorch, too."""
         flags = keys_of(traced, self._is_number)
+        if not any(flags):
+            return traced
         return list(itertools.compress(traced, map(operator.not_, flags)))
 
     def _is_number(self, *tensor: Any) -> bool:
@@ -169,8 +173,8 @@ class Trace:
             kind = node.kind()
             if kind == "prim::TracedModuleForward":
                 inner = self._call_of_block(node.s("scope"), call, later)
-                for block in node.blocks():
-                    yield from self._traced_nodes(block.nodes(), inner, later)
+                block = next(iter(node.blocks()))  # the only one
+                yield from self._traced_nodes(nodes_in(block), inner, later)
             elif kind not in CONSTANTS:
                 numbers = numbers_of_outputs(node), numbers_of_inputs(node)
                 yield TracedNode(out_of_place(kind), call, *numbers)

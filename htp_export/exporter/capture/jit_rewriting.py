@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from htp_export.exporter.capture.calls import Key, Operation, last_in_place
 from htp_export.exporter.capture.jit_parts import Inner, Parts
 from htp_export.exporter.capture.torchscript_internals import (
+    Copy,
     JitStep,
     Reading,
     nodes_of,
@@ -186,9 +187,9 @@ class Stages:
         self._equal = equal_transposed(now)
         return parts.split()
 
-    def copied(self, copy: Reading) -> None:
+    def copied(self, copy: Copy) -> None:
         """Record a copy of the graph, node by node with new numbers."""
-        self._add(self.last.paired_with(copy), copy)
+        self._add(copy.numbers, copy.reading)
 
     def _add(self, stage: Mapping[Any, int], now: Reading) -> None:
         self._stages.append(stage)
@@ -476,8 +477,11 @@ class Translation:
         # class and outputs of each ``autograd.Function`` that is not translated yet, in order
         self._functions: list[tuple[str, tuple[int, ...]]] = []
 
-    def begin(self, graph: Any) -> None:
-        """Record the graph that is about to be translated."""
+    def begin(self, graph: Any, steps: Iterable[JitStep]) -> None:
+        """Record the graph that is about to be translated, and has these steps."""
+        if not any(step.kind == "prim::PythonOp" for step in steps):
+            self._functions = []
+            return
         functions = (node for node in nodes_of(graph) if node.kind() == "prim::PythonOp")
         self._functions = [(node.pyname(), numbers_of_outputs(node)) for node in functions]
 

@@ -266,10 +266,13 @@ class JitWeights:
             "torch_sqrt",
         )
 
-    def finish(self, graph: Any) -> dict[str, Recipe]:
-        """Name of an initializer → its recipe, unless it is the parameter of this name."""
+    def finish(self, graph: Any, steps: Iterable[JitStep]) -> dict[str, Recipe]:
+        """Name of an initializer → its recipe, unless it is the parameter of this name.
+
+        ``steps`` are those of the graph.
+        """
         names = {value.unique(): value.debugName() for value in graph.inputs()}
-        nodes = _reads_without_identities(graph, names)
+        nodes = _reads_without_identities(steps, names)
         joined = self._convolutions_with_norms(graph, nodes)
         found: dict[str, list[Recipe]] = {}
         for output, inputs in nodes:
@@ -319,7 +322,7 @@ class JitWeights:
 
 
 def _reads_without_identities(
-    graph: Any, names: Container[int]
+    steps: Iterable[JitStep], names: Container[int]
 ) -> list[tuple[int, tuple[int, ...]]]:
     """The first output and the inputs of each node.
 
@@ -328,11 +331,11 @@ def _reads_without_identities(
     """
     same: dict[int, int] = {}
     nodes = []
-    for node in nodes_of(graph):
-        outputs = numbers_of_outputs(node)
-        inputs = numbers_of_inputs(node)
-        if node.kind() == f"{_ONNX}Identity" and inputs[0] in names:
-            same[outputs[0]] = inputs[0]
-        elif outputs:
-            nodes.append((outputs[0], tuple(same.get(number, number) for number in inputs)))
+    for node in steps:
+        own_inputs = node.inputs[: len(node.inputs) - node.from_blocks]
+        if node.kind == f"{_ONNX}Identity" and own_inputs[0] in names:
+            same[node.outputs[0]] = own_inputs[0]
+        elif node.outputs:
+            inputs = tuple(same.get(number, number) for number in own_inputs)
+            nodes.append((node.outputs[0], inputs))
     return nodes

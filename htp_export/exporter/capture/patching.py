@@ -78,13 +78,14 @@ def noting(
     ``seam`` names the step, for an error; ``place`` is the position of the argument that is passed
     before the result, if any.
     """
+    find = attrgetter(method)
 
     @replacing
     def note(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         capture = running.get()
         if capture is not None:
-            record = attrgetter(method)(capture)
+            record = find(capture)
             if place is None:
                 capture.step(seam, record, result)
             else:

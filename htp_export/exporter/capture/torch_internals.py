@@ -402,6 +402,13 @@ def keep_autocast_cache(changes: Changes) -> None:
     changes.will_undo(functools.partial(torch.set_autocast_cache_enabled, before), of_thread=True)
 
 
+def has_hooks(module: Any) -> bool:
+    """Whether a module has forward hooks, of its own or of all modules."""
+    from torch.nn.modules import module as modules
+
+    return bool(module._forward_hooks or modules._global_forward_hooks)
+
+
 def run_after_hooks(
     changes: Changes,
     module: Any,
@@ -411,12 +418,10 @@ def run_after_hooks(
 
     Without hooks, nothing is changed.
     """
-    from torch.nn.modules import module as modules
-
+    if not has_hooks(module):
+        return False
     hooks = module._forward_hooks
     key = object()
-    if not (hooks or modules._global_forward_hooks):
-        return False
 
     def last(_module: Any, _args: Any, returned: Any) -> Any:
         hooks.pop(key, None)

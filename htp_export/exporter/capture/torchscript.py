@@ -21,12 +21,17 @@ from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.root_module_call import RootCall, RootCalls
 from htp_export.exporter.capture.running import Guarded
 from htp_export.exporter.capture.saving import KeptWeights
-from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
+from htp_export.exporter.capture.torch_internals import (
+    has_hooks,
+    keep_autocast_cache,
+    run_after_hooks,
+)
 from htp_export.exporter.capture.torchscript_internals import (
     SHAPE_KINDS,
     Reading,
     nodes_of,
     read,
+    read_copy,
     source_range,
     state_names,
 )
@@ -111,6 +116,9 @@ class TorchScriptCapture(Guarded):
         whether there are any, so that the module returns after them; else the caller applies
         ``changed``.
         """
+        if not has_hooks(module):
+            self.trace.leave(state, given, result, changed)
+            return False
 
         def after_hooks(returned: Any) -> Any:
             self.step(
@@ -120,9 +128,7 @@ class TorchScriptCapture(Guarded):
                 return None
             return changed(returned)
 
-        if not run_after_hooks(self.changes, module, after_hooks):
-            self.trace.leave(state, given, result, changed)
-            return False
+        run_after_hooks(self.changes, module, after_hooks)
         self.trace.runs_hooks()
         return True
 
@@ -178,10 +184,10 @@ class TorchScriptCapture(Guarded):
 
     def before_translation(self, graph: Any) -> None:
         """Record the rewritten graph before it is translated into ONNX operators."""
-        self.translation.begin(graph)
         first = self._first
         if first is not None:
             now = read(graph, self._user_inputs)
+            self.translation.begin(graph, now.steps)
             settled = self._versions.settle(first.operations, first.outputs, first.reading, now)
             self._stages = Stages(settled)
             self._stages.rewritten(now)
@@ -200,8 +206,9 @@ class TorchScriptCapture(Guarded):
     def renumbered(self, before: Any, after: Any) -> None:
         """Record that a graph was copied node by node, with new numbers."""
         if self._first:
-            self._stages.rewritten(read(before, self._user_inputs))
-            self._stages.copied(read(after, self._user_inputs))
+            original = read(before, self._user_inputs)
+            self._stages.rewritten(original)
+            self._stages.copied(read_copy(after, original))
 
     def folds(self, graph: Any, parameters: Any) -> None:
         """Record the recipes of the constants of the ONNX graph, before they are folded."""
@@ -209,10 +216,11 @@ class TorchScriptCapture(Guarded):
 
     def named(self, graph: Any) -> None:
         """Record the final ONNX graph, with the names in the file."""
-        self.recipes = {} if self._weights is None else self._weights.finish(graph)
+        now = read(graph, self._user_inputs)
+        self.recipes = {} if self._weights is None else self._weights.finish(graph, now.steps)
         self.sources = dict(_sources(graph))
         if self._first:
-            self._stages.rewritten(read(graph, self._user_inputs))
+            self._stages.rewritten(now)
             self._graph = graph
 
     # --- the file ---------------------------------------------------------------------------------

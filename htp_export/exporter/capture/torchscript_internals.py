@@ -293,6 +293,7 @@ class JitStep(NamedTuple):
     writes: int = -1  # position of the input that it changes in place; -1 for none
     # names and values of its attributes, of ONNX operators only: operators of ATen have inputs
     attributes: tuple[tuple[str, Any], ...] = ()
+    from_blocks: int = 0  # how many of its inputs, the last ones, are outputs of its blocks
 
 
 @dataclass
@@ -314,15 +315,6 @@ class Reading:
         """The steps of the outermost block, one for each of ``sizes``."""
         return [self.steps[end - 1] for end in itertools.accumulate(self.sizes)]
 
-    def paired_with(self, copy: Reading) -> dict[int, int]:
-        """Old number → new, for the reading of a copy of this graph that was made node by node."""
-        before = (*self.inputs, *self.parameters, *self.constants)
-        after = (*copy.inputs, *copy.parameters, *copy.constants)
-        numbers = dict(zip(before, after, strict=True))
-        for was, now in zip(self.steps, copy.steps, strict=True):
-            numbers.update(zip(was.outputs, now.outputs, strict=True))
-        return numbers
-
 
 def read(graph: Any, user_inputs: int) -> Reading:
     """Read a JIT graph; its first ``user_inputs`` inputs are the user's, the others parameters."""
@@ -338,6 +330,50 @@ def read(graph: Any, user_inputs: int) -> Reading:
     }
     outputs = [value.unique() for value in graph.outputs()]
     reading.outputs = list(without_lists(outputs, tuples))
+    return reading
+
+
+class Copy(NamedTuple):
+    """A copy of a JIT graph, node by node with new numbers."""
+
+    reading: Reading
+    numbers: dict[int, int]  # number in the original → number in the copy
+
+
+def read_copy(graph: Any, original: Reading) -> Copy:
+    """Read a copy of a graph, made node by node: only new numbers are read, which takes a third of the time."""
+    copied = [value.unique() for value in graph.inputs()]
+    numbers = dict(zip((*original.inputs, *original.parameters), copied, strict=True))
+    if any(may_have_blocks(step.kind) for step in original.steps):
+        # blocks have inputs of their own, which a reading does not have
+        reading = read(graph, len(original.inputs))
+    else:
+        reading = _read_copied_steps(graph, original, numbers)
+        reading.inputs = copied[: len(original.inputs)]
+        reading.parameters = copied[len(original.inputs) :]
+    numbers.update(zip(original.constants, reading.constants, strict=True))
+    for was, now in zip(original.steps, reading.steps, strict=True):
+        numbers.update(zip(was.outputs, now.outputs, strict=True))
+    return Copy(reading, numbers)
+
+
+def _read_copied_steps(graph: Any, original: Reading, inputs: Mapping[int, int]) -> Reading:
+    """The steps of a copy without blocks; ``inputs``: number of an input in the original → in the copy."""
+    reading = Reading(sizes=original.sizes)
+    results: list[tuple[int, ...]] = []
+    for node in graph.nodes():
+        outputs = numbers_of_outputs(node)
+        if node.kind() in CONSTANTS:
+            reading.constants[outputs[0]] = None
+        else:
+            results.append(outputs)
+    numbers = {**inputs, **dict(zip(original.constants, reading.constants, strict=True))}
+    for step, outputs in zip(original.steps, results, strict=True):
+        numbers.update(zip(step.outputs, outputs, strict=True))
+        reads = tuple([numbers[number] for number in step.inputs])
+        attributes = step.attributes
+        reading.steps.append(JitStep(step.kind, reads, outputs, (), step.writes, attributes))
+    reading.outputs = [numbers[number] for number in original.outputs]
     return reading
 
 
@@ -374,6 +410,7 @@ def _read_block(block: Any, reading: Reading, *, is_outermost: bool) -> None:
                 returned=tuple(returned) if len(returned) == len(outputs) else (),
                 writes=written(kind, len(inputs)),
                 attributes=attributes_of(node, kind),
+                from_blocks=len(returned),
             )
         )
         if is_outermost:
@@ -436,6 +473,21 @@ def without_graph_dump() -> Iterator[None]:
 def source_range(node: Any) -> str:
     """The Python stack when a node was traced, the innermost frame first; or its text in a script."""
     return str(node.sourceRange())
+
+
+def nodes_in(block: Any) -> Iterator[Any]:
+    """The nodes of a block, without those in their blocks.
+
+    The iterator is not asked for one more node after the last: the binding ends with an exception
+    of C++, at the cost of thirty nodes, and a traced graph has a block for each call of a module.
+    """
+    last = block.returnNode().prev()
+    if last.kind() == "prim::Param":  # the block is empty
+        return
+    for node in block.nodes():
+        yield node
+        if node is last:
+            return
 
 
 def nodes_of(block: Any) -> Iterator[Any]:
