@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from htp_export.capabilities.huggingface.packed.checkpoints import is_packed, read_packed
 from htp_export.errors import FileError
 from htp_export.files.checkpoint import Checkpoint
 from htp_export.weights.packed import PackedCheckpoint
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""``owner/name``; ``finetuned/`` is a folder, and huggingface_hub would raise an error about its name."""
 
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 """Ends of files: a name with one of them is no hub id. Pickles are refused when they are read."""
@@ -24,7 +28,7 @@ def find(name: str) -> PackedCheckpoint | Checkpoint | None:
         return read_packed(path)
     if path.exists() or path.suffix in _FILES:
         return None
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not _HUB_ID.fullmatch(name):
         raise FileError(path, "is missing")
     from htp_export.capabilities.huggingface.sources import Source
     from htp_export.capabilities.huggingface.streaming import find_checkpoint
