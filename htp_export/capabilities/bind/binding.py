@@ -262,36 +262,25 @@ def bind(
         >>> bool((bound.arrays["0.bias"] == tuned["0.bias"].half().numpy()).all())
         True
     """
+    if only is not None and (in_place_data or share_weights or adapters or check is not None):
+        raise InputError(
+            "only writes a part of the weights: leave in_place_data, share_weights, adapters and check out"
+        )
     alone = DataAlone.of(model, output) if in_place_data else None
     if alone is None:
         check_target(output, reads=_files_read(weights, adapters))
     if check is not None and not hasattr(weights, "forward"):
         raise InputError("check runs the module that has the weights: give an nn.Module as weights")
-    # Functions stay: they contain no stored tensors.
-    tagged = load(model)
-    if not isinstance(model, str | os.PathLike):
-        tagged = tagged.clone()
-    tagged.require_exact_tags()
+    tagged = _own_copy(model)
     external = has_external_data(tagged.model)
     needed = Needed.of(tagged)
     entries = read_entries(weights)
     if share_weights:
         check_referring(output, entries.tensors, in_place_data=in_place_data)
-    fitted = fit(entries, needed, cast=cast)
-    adapted: tuple[str, ...] = ()
-    if adapters:
-        from htp_export.capabilities.bind.adapters import with_adapters
-
-        before = fitted.tensors
-        fitted = with_adapters(fitted, needed, adapters)
-        adapted = tuple(name for name in before if fitted.tensors[name] is not before[name])
+    fitted, adapted = _adapted(fit(entries, needed, cast=cast), needed, adapters)
     tensors, unbound = _made(tagged, needed, fitted)
     if strict:
         _refuse(fitted, unbound)
-    if only is not None and (in_place_data or share_weights or adapters or check is not None):
-        raise InputError(
-            "only writes a part of the weights: leave in_place_data, share_weights, adapters and check out"
-        )
     if external or share_weights or only is not None:
         tensors = as_they_are(tensors, needed.recipes, fitted.tensors)
     old = {value: value.const_value for value in tensors}
@@ -306,19 +295,40 @@ def bind(
     )
     if check is not None:
         _check(weights, check, tagged)
+    notes: tuple[str, ...] = ()
     if alone is not None:
         alone.write(tensors, old)
     elif only is not None:
         parts = Parts.of(model, output, needed, tensors, entries.tensors)
-        note = parts.write(only, tagged)
-        bound = replace(bound, notes=(*bound.notes, note))
+        notes = (parts.write(only, tagged),)
     elif share_weights and output is not None:
         notes = write_referring(tagged.model, Path(output), tensors.values())
-        bound = replace(bound, notes=(*bound.notes, *notes))
     elif output is not None:
         outside = tensors.values() if in_place_data else ()
         write_model(tagged.model, output, True if external or outside else None, outside=outside)
-    return bound
+    return replace(bound, notes=(*bound.notes, *notes))
+
+
+def _own_copy(model: ModelSource) -> TaggedModel:
+    """Return a model that may be changed; its functions stay, as they contain no stored tensors."""
+    tagged = load(model)
+    if not isinstance(model, str | os.PathLike):
+        tagged = tagged.clone()
+    tagged.require_exact_tags()
+    return tagged
+
+
+def _adapted(
+    fitted: Fitted, needed: Needed, adapters: Mapping[str, float] | None
+) -> tuple[Fitted, tuple[str, ...]]:
+    """Return the entries with the changes of adapters, and the names of those that they change."""
+    if not adapters:
+        return fitted, ()
+    from htp_export.capabilities.bind.adapters import with_adapters
+
+    changed = with_adapters(fitted, needed, adapters)
+    names = [name for name in fitted.tensors if changed.tensors[name] is not fitted.tensors[name]]
+    return changed, tuple(names)
 
 
 def _files_read(weights: Weights, adapters: Mapping[str, float] | None) -> list[Path]:

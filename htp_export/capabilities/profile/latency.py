@@ -109,6 +109,10 @@ def profile(
     if timing not in _TIMINGS:
         raise InputError(f"no timing {timing!r}; there are {', '.join(_TIMINGS)}")
     other: ProfileEngine | None = None if engine == OWN_ENGINE else plug_in("profile", engine)
+    if other is not None and (not settings.has_default_session or memory or timing == "modules"):
+        raise InputError(
+            f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
+        )
     if other is None:
         settings.check_providers()
         if options:
@@ -117,27 +121,23 @@ def profile(
             raise InputError(
                 "measured reads times of a run that took place; memory and timing have no effect"
             )
-    elif not settings.has_default_session or memory or timing == "modules":
-        raise InputError(
-            f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
-        )
     original = load(model)
     tagged = read_flat(original)  # ONNX Runtime would inline functions, with names of its own
     tagged.require_tags()
     name = name_of(model, "the model")
-    if measured is not None and (settings.has_inputs or options):
-        raise InputError(
-            "measured reads times of a run that took place; data, sizes and options have no effect"
-        )
-    if measured is not None and not measured:
-        raise InputError("measured has no files")
-    if other is None and measured is not None:
+    if measured is not None:
+        if settings.has_inputs or options:
+            raise InputError(
+                "measured reads times of a run that took place; data, sizes and options have no effect"
+            )
+        if not measured:
+            raise InputError("measured has no files")
+        if other is not None:
+            return _recorded(other, engine, tagged, measured, name)
         with temporary_folder() as folder:
             runs_there = _runnable(model, tagged, tagged is original, folder)
             read = read_measurements(tagged, measured, runs_there, settings, folder)
         return replace(Profile.of(tagged, read, engine), recorded=True)
-    if other is not None and measured is not None:
-        return _recorded(other, engine, tagged, measured, name)
     if other is not None and not hasattr(other, "measure"):
         raise InputError(
             f"{engine} is not run here: give the files of its measurements, measured=(...)"
@@ -149,16 +149,18 @@ def profile(
     allocated: MeasuredMemory | None = None
     notes: tuple[str, ...] = ()
     with temporary_folder() as folder:
-        runnable = _runnable(model, tagged, tagged is original, folder) if other is None else None
+        if other is not None:
+            for feed in samples.feeds():
+                notes = feed.notes
+                results.append(
+                    other.measure(
+                        tagged, feed, runs, warmup, name=name, options=options, folder=folder
+                    )
+                )
+            return Profile.over_inputs(tagged, results, engine, notes)
+        runnable = _runnable(model, tagged, tagged is original, folder)
         for feed in samples.feeds():
             notes = feed.notes
-            if other is not None:
-                result = other.measure(
-                    tagged, feed, runs, warmup, name=name, options=options, folder=folder
-                )
-                results.append(result)
-                continue
-            assert runnable is not None
             result = measure(tagged, runnable, feed, settings, warmup, timing=timing, folder=folder)
             if memory and not results:  # of the first inputs
                 allocated = memory_by_module(runnable, settings, feed, tagged, folder)
