@@ -489,6 +489,7 @@ def test_docs_json_has_every_key_that_a_command_writes(tmp_path, monkeypatch, ca
     words = {
         **COMMANDS,
         "export": "--entry tests.all_commands:example -o out.onnx --verify",
+        "nodes --node": "0 FILE",
         "lora adapter": "lora.onnx ADAPTER -o out.onnx_adapter",
     }
     assert keys.keys() == words.keys()

@@ -610,7 +610,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("pipeline bad.json -m net.onnx -o o.onnx", "is not YAML"),
     (
         "search net.onnx --choices int8 --objective nosuch",
-        "objectives are some of error, size, latency, metric",
+        "objectives are some of error, size, bits, latency, metric",
     ),
     ("sensitivity net.onnx --precision int9", "there is no precision 'int9'"),
     ("sensitivity net.onnx --precision fp32", "precision 'fp32' changes nothing"),
