@@ -66,7 +66,8 @@ def required(module: str, purpose: str = "this") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        if error.name == package:  # the package itself is missing, not a dependency of it
+        # the package itself is missing, or hidden, and not a dependency of it
+        if str(error.name).partition(".")[0] == package:
             raise InputError(f"{purpose} needs {package}; {_advice(package)}") from error
         raise InputError(
             f"{purpose} needs {module}, which cannot be imported: {first_line(error)}"

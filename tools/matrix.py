@@ -221,7 +221,7 @@ def lower_bounds() -> list[str]:
     extras = PROJECT["optional-dependencies"]
     texts = [
         *PROJECT["dependencies"],
-        *(text for extra in ("view", *INSTALLED) for text in extras[extra]),
+        *(text for extra in ("ort", "view", *INSTALLED) for text in extras[extra]),
     ]
     pins = []
     for requirement in map(Requirement, texts):

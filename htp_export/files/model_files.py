@@ -432,6 +432,8 @@ def _kept_name(plan: DataPlan, folder: Path) -> KeptName | None:
     usual = usual_data_file(plan.target)
     if not plan.free or plan.data == usual or not os.path.lexists(usual):
         return None
+    if usual.is_symlink():  # another file, or none: a rename would go to the end of the link
+        return None
     return KeptName(folder / f"kept.{plan.target.name}", plan.data, usual)
 
 

@@ -90,6 +90,7 @@ NODES: dict[str, Any] = {
     "pkg.torch.onnx.name_scopes": "['', 'first', 'linear']",
     "pkg.torch.onnx.class_hierarchy": "['net.Net', 'torch.nn.Linear', 'aten']",
     "pkg.torch.onnx.stack_trace": 'File "net.py", line 3, in forward',
+    tags.SOURCE: 'File "net.py", line 3, in forward',
 }
 RECIPE: Any = [
     "add",

@@ -131,12 +131,12 @@ def test_a_fault_that_is_made_before_writing_is_refused_by_every_function(
     write = model_files._write
     said: list[str] = []
 
-    def planted(copy: ir.Model, file: Path, target: Path | None) -> None:
+    def planted(copy: ir.Model, file: Path, target: Path | None, *others: Any) -> None:
         if target is not None:
             graphs = [copy.graph, *(function.graph for function in copy.functions.values())]
             standard = [graph for graph in graphs if any(not node.domain for node in graph)]
             said.append(plant(standard[0] if plant is a_wrong_attribute else copy.graph))
-        write(copy, file, target)
+        write(copy, file, target, *others)
 
     before = {
         file.name: file.read_bytes() for file in given["net"].parent.iterdir() if file.is_file()

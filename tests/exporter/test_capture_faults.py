@@ -340,7 +340,9 @@ NAMES = ("siblings", "conv_bn_relu", "other_names_of_operators", "lstm")
 )
 def test_an_export_shows_the_warnings_of_torch_alone(name, exporter, tmp_path):
     torchs = seen(torch.onnx.export, exporter, name, tmp_path)
-    assert seen(htp_export.export, exporter, name, tmp_path) == torchs
+    # the warning of torch about its own use of LeafSpec is hidden: no user can act on it
+    shown = [(category, text) for category, text in torchs if "LeafSpec" not in text]
+    assert seen(htp_export.export, exporter, name, tmp_path) == shown
     # From 2.14 on, torch.jit.trace warns. torch's exporter does not call it for models like these.
     assert FutureWarning not in {category for category, _ in torchs if exporter == "torchscript"}
 

@@ -167,5 +167,5 @@ def test_options_of_onnx_runtime_are_refused():
         match="providers, session_options, memory and timing are for engine='onnxruntime'",
     ):
         htp_export.profile(encoder(), engine="openvino", memory=True)
-    with pytest.raises(InputError, match="engine_options and measured are for other engines"):
+    with pytest.raises(InputError, match="engine_options are for other engines"):
         htp_export.profile(encoder(), engine_options={"x": 1})

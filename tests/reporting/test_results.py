@@ -78,6 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]],
             main([*typed, "--json"] if command == "pipeline" else typed)
             draws += [command] * (random_states() != before)
             before = random_states()
+        main(["nodes", files["FILE"], "--node", "0"])
         main(["lora", "insert", files["FILE"], "first", "-o", "lora.onnx"])
         main(["lora", "adapter", "lora.onnx", files["ADAPTER"], "-o", "lora.onnx_adapter"])
         attention, inputs = torch.nn.MultiheadAttention(4, 2).eval(), tuple(torch.randn(3, 2, 2, 4))

@@ -150,7 +150,7 @@ class Bound(TaggedResult):
             >>> net = torch.nn.Linear(2, 2).eval()
             >>> bound = htp_export.bind(htp_export.export(net, (torch.ones(1, 2),), verbose=False), net)
             >>> bound.map("tensorrt")["weight"], bound.map("qti")
-            (['weight'], {'lora_weight_list': ['bias', 'weight']})
+            (['weight'], {'lora_weight_list': ['weight', 'bias']})
         """
         if shared_with is not None and form != "genai":
             raise InputError(f"shared_with is for the map 'genai', not for {form!r}")

@@ -203,7 +203,7 @@ _KINDS = [
     StepKind("bind", "bind.binding"),
     StepKind("functions", "functions.nesting"),
     StepKind("inline", "functions.nesting"),
-    StepKind("rename", "rename.naming", checks=(".model.tensor_names:check_style",)),
+    StepKind("rename", "rename.naming", checks=(".editing.path_names:check_style",)),
     StepKind("splice", "extract.extraction", keeps_modules=False),
     StepKind("tap", "tap.tapping"),
     StepKind("untap", "tap.tapping"),

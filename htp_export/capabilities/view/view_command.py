@@ -314,12 +314,13 @@ def _serve(
 
     with PageServer(port) as server:  # before the work: the port may be in use
         shown, facts = draw(None)
+        # before the address is shown: the file may change from then on
+        values = None if file is None else TensorValues(read_flat(file))
         if as_json:
             print_json({"url": server.url, **facts})
         else:
             _show_counts(shown)
             typer.echo(f"{server.url}\nCtrl-C ends it")
         sys.stdout.flush()  # a parent process waits for the address
-        values = None if file is None else TensorValues(read_flat(file))
         server.run(shown.html if values is None else served(shown.html), values)
         accept_interrupt()
