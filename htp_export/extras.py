@@ -13,7 +13,7 @@ from typing import Any
 
 from htp_export.errors import InputError, first_line
 
-__all__ = ["is_installed", "required"]
+__all__ = ["install_advice", "is_installed", "required"]
 
 _EXTRA_OF = {
     "gguf": "gguf",
@@ -68,14 +68,19 @@ def required(module: str, purpose: str = "this") -> Any:
     except ImportError as error:
         # the package itself is missing, or hidden, and not a dependency of it
         if str(error.name).partition(".")[0] == package:
-            raise InputError(f"{purpose} needs {package}; {_advice(package)}") from error
+            raise InputError(f"{purpose} needs {package}; {install_advice(package)}") from error
         raise InputError(
             f"{purpose} needs {module}, which cannot be imported: {first_line(error)}"
         ) from error
 
 
-def _advice(package: str) -> str:
-    """The command that installs a package."""
+def install_advice(package: str) -> str:
+    """Return the command that installs a package, as the end of a message.
+
+    Examples:
+        >>> install_advice("peft")
+        'install it with: pip install "htp-export[lora]"'
+    """
     if package not in _EXTRA_OF:
         return f"install it with: pip install {package}"
     command = f'pip install "htp-export[{_EXTRA_OF[package]}]"'

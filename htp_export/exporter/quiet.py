@@ -31,6 +31,7 @@ def hide_messages(changes: Changes) -> None:
     logger = logging.getLogger(_REGISTRATION)
     logger.addFilter(_is_actionable)
     changes.will_undo(functools.partial(logger.removeFilter, _is_actionable))
+    # Not `warnings.catch_warnings`, which would also revert the filters that the model's code sets.
     before = list(warnings.filters)
     warnings.filterwarnings("ignore", message=_LEAF_SPEC, category=FutureWarning)
     for added in [entry for entry in warnings.filters if entry not in before]:

@@ -219,7 +219,7 @@ def follow(
         nodes: The nodes, producers before consumers; nodes with an input that is neither known nor
             stored are skipped.
         known: Value → its recipe; extended.
-        arithmetic: Further operators → steps, whose rounding is known of whoever folds them.
+        arithmetic: Further operators → steps, if the rounding of the code that folds them is known.
 
     Examples:
         >>> weight = ir.Value(name="w", const_value=ir.tensor([[1.0, 2.0]], name="w"))

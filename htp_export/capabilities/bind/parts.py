@@ -6,6 +6,7 @@ the model, the weights and the tensors, so that parts of other runs are never mi
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -142,7 +143,7 @@ class Parts:
     def _written(self) -> dict[str, DataTensor]:
         """Return the tensors in the parts of this run: name → tensor in a data file."""
         found: dict[str, DataTensor] = {}
-        for index in sorted(self.output.parent.glob(f"{_escaped(self.output.name)}.*.json")):
+        for index in sorted(self.output.parent.glob(f"{glob.escape(self.output.name)}.*.json")):
             described = _part(index)
             if described is None or described.get("run") != self.run:
                 continue
@@ -217,8 +218,3 @@ def _is_place(place: Any) -> bool:
 
 def _hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _escaped(name: str) -> str:
-    """Return a glob for a name alone."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

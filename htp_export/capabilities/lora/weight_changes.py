@@ -15,6 +15,7 @@ from htp_export.capabilities.lora.adapters import Adapter, LowRank, placed
 from htp_export.capabilities.lora.linears import linear_paths, linears_of
 from htp_export.editing.editing import add_initializer
 from htp_export.errors import InputError
+from htp_export.extras import install_advice
 from htp_export.format import tags
 from htp_export.format.fates import Fate
 from htp_export.format.recipes import Recipe, is_exact, operands_of, parameters_in, step
@@ -341,7 +342,7 @@ def require_peft(adapter: Adapter) -> None:
     if needing and find_spec("peft") is None:
         raise InputError(
             f"{adapter.source}: module {needing[0]!r} has more than two factors of a linear layer, which needs PEFT; "
-            'install it with: pip install "htp-export[lora]"'
+            f"{install_advice('peft')}"
         )
 
 

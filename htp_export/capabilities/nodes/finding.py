@@ -218,24 +218,28 @@ class Finder:
     def _scopes(self) -> Sequence[str]:
         return list(dict.fromkeys(("", *(node.function for node in self._nodes))))
 
-    def find(self, what: str | int) -> FoundNodes:
+    def find(self, identifier: str | int) -> FoundNodes:
         """The nodes and tensors with a name or index.
 
         Raises:
             InputError: There are none.
         """
-        if isinstance(what, int):
-            nodes = [node for node in self._nodes if not node.inside and node.index == what]
+        if isinstance(identifier, int):
+            nodes = [node for node in self._nodes if not node.inside and node.index == identifier]
             if not nodes:
-                raise InputError(f"no node {what} in the graph; {self._range()}")
-            return self._answer(what, nodes)
-        named = list(self._named.get(what, ()))
-        scopes = [scope for scope in self._scopes if self._is_tensor(scope, what)]
-        computing = [node for scope in scopes for node in self._producers.get((scope, what), ())]
+                raise InputError(f"no node {identifier} in the graph; {self._range()}")
+            return self._answer(identifier, nodes)
+        named = list(self._named.get(identifier, ()))
+        scopes = [scope for scope in self._scopes if self._is_tensor(scope, identifier)]
+        computing = [
+            node for scope in scopes for node in self._producers.get((scope, identifier), ())
+        ]
         if not named and not scopes:
-            raise InputError(f"no node and no tensor {what!r} in this model{self._hint(what)}")
+            raise InputError(
+                f"no node and no tensor {identifier!r} in this model{self._hint(identifier)}"
+            )
         # a node is first found by its own name
-        return self._answer(what, named or computing, scopes)
+        return self._answer(identifier, named or computing, scopes)
 
     def knows(self, name: str) -> bool:
         """Whether a node or a tensor has a name."""
@@ -246,16 +250,16 @@ class Finder:
         return key in self._uncomputed or key in self._producers or key in self._consumers
 
     def _answer(
-        self, what: str | int, nodes: Sequence[MappedNode], scopes: Iterable[str] = ()
+        self, identifier: str | int, nodes: Sequence[MappedNode], scopes: Iterable[str] = ()
     ) -> FoundNodes:
-        keys = {(scope, str(what)): None for scope in scopes}
+        keys = {(scope, str(identifier)): None for scope in scopes}
         for node in nodes:
             for name in filter(None, (*node.inputs, *node.outputs)):
                 keys[node.function, name] = None
         tensors = tuple(self._tensor(scope, name) for scope, name in keys)
         paths = dict.fromkeys(path for node in nodes for path in node.modules)
         classes = {path: self._modules[path].class_name for path in paths if path in self._modules}
-        return FoundNodes(what, tuple(nodes), tensors, classes)
+        return FoundNodes(identifier, tuple(nodes), tensors, classes)
 
     def _tensor(self, scope: str, name: str) -> FoundTensor:
         producers = tuple(self._producers.get((scope, name), ()))

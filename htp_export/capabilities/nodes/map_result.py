@@ -201,11 +201,11 @@ class ModelMap(Result):
     def _finder(self) -> Finder:
         return Finder(self.nodes, self.modules, self.initializers, self.uncomputed, self.outputs)
 
-    def find(self, what: str | int) -> FoundNodes:
+    def find(self, identifier: str | int) -> FoundNodes:
         """Find nodes by name, by a tensor, or by index, with the nodes around them.
 
         Args:
-            what: The name of a node; the name of a tensor: the node that computes it, or the nodes
+            identifier: The name of a node; the name of a tensor: the node that computes it, or the nodes
                 that read an input or a weight; or the index of a node in the main graph, from 0.
 
         Raises:
@@ -218,7 +218,7 @@ class ModelMap(Result):
             >>> print(mapped.find("linear").summary)
             linear is a tensor that node_linear (Gemm) of 0 computes
         """
-        return self._finder.find(what)
+        return self._finder.find(identifier)
 
     def key_of(self, typed: str) -> str | int:
         """The argument of `find` for a text: an index if it is a number, and no name."""
@@ -226,13 +226,13 @@ class ModelMap(Result):
             return int(typed)
         return typed
 
-    def __getitem__(self, what: str | int) -> MappedNode:
+    def __getitem__(self, identifier: str | int) -> MappedNode:
         """The node with a name or index, or that computes a tensor.
 
         Raises:
             InputError: There is no such node, or there are several.
         """
-        found = self.find(what)
+        found = self.find(identifier)
         if len(found.nodes) == 1:
             return found.nodes[0]
         if found.nodes:
@@ -240,10 +240,10 @@ class ModelMap(Result):
                 f"{node.index} in {node.inside or 'the graph'}" for node in found.nodes
             )
             raise InputError(
-                f"{len(found.nodes)} nodes have this name: {places}; find({what!r}) has all"
+                f"{len(found.nodes)} nodes have this name: {places}; find({identifier!r}) has all"
             )
         raise InputError(
-            f"{found.summary}: no node computes it; find({what!r}) has the nodes that read it"
+            f"{found.summary}: no node computes it; find({identifier!r}) has the nodes that read it"
         )
 
     def __iter__(self) -> Iterator[MappedNode]:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from htp_export.process.restoring import Changes, restored, set_attribute
+
 CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
 CONTROL_FLOW = frozenset({"onnx::If", "onnx::Loop", "onnx::Scan"})
 # Operations on shapes alone: traced as integers, ONNX's own, and operations that fill a tensor of
@@ -462,12 +464,12 @@ def without_graph_dump() -> Iterator[None]:
 
     It always does: `setup_onnx_logging` tests a function where it means its result.
     """
-    dump = torch._C._jit_onnx_log
-    torch._C._jit_onnx_log = lambda *_: None
-    try:
+
+    def make(changes: Changes) -> None:
+        set_attribute(changes, torch._C, "_jit_onnx_log", lambda *_: None)
+
+    with restored(make):
         yield
-    finally:
-        torch._C._jit_onnx_log = dump
 
 
 def source_range(node: Any) -> str:

@@ -57,7 +57,7 @@ def document(
     style: Sequence[str] = ("page.css",),
     scripts: Sequence[str] = SCRIPTS,
 ) -> str:
-    """Build an HTML document from a template of the package, style sheets and scripts.
+    """Build an HTML document from the template of its body, style sheets and scripts.
 
     The scripts read ``data`` and, by ``id``, ``more``, which are plain data; they unpack
     ``packed``, in base64.
@@ -80,7 +80,8 @@ def document(
         "more": "\n".join(elements),
         "scripts": "\n".join(f"<script>{source}</script>" for source in sources),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place.group(1)], asset(template))
+    text = asset("head.html") + asset(template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place.group(1)], text)
 
 
 def served(page: str) -> str:
