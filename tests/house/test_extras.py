@@ -71,9 +71,12 @@ except InputError as error:
 def packages_of_extras() -> set[str]:
     """The packages that extras install and that the package itself does not depend on, as they are imported."""
     core = {name_of(line) for line in PROJECT_TABLE["dependencies"]}
+    # extras name the project itself, to install other extras
+    core.add(PROJECT_TABLE["name"])
     optional: set[str] = set()
     for lines in PROJECT_TABLE["optional-dependencies"].values():
         optional.update(map(name_of, lines))
+    optional -= core
     packages = set(extras._EXTRA_OF)
     for package, distributions in packages_distributions().items():
         if optional.intersection(distribution.lower() for distribution in distributions):
