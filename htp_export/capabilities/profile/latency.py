@@ -101,7 +101,6 @@ def profile(
         >>> list(report.modules), report.unattributed_ms, report.modules["1"].by_op.keys()
         (['', '0', '1'], 0, dict_keys(['Softmax']))
     """
-    # The branches below are checks of arguments, each with its message, in the order of the work.
     settings = RunSettings(
         data, dims, shapes, providers=providers, session_options=session_options, runs=runs
     )
@@ -109,55 +108,37 @@ def profile(
     if timing not in _TIMINGS:
         raise InputError(f"no timing {timing!r}; there are {', '.join(_TIMINGS)}")
     other: ProfileEngine | None = None if engine == OWN_ENGINE else plug_in("profile", engine)
-    if other is not None and (not settings.has_default_session or memory or timing == "modules"):
+    if other is None:
+        _check_options_of_own_engine(settings, options)
+    elif not settings.has_default_session or memory or timing == "modules":
         raise InputError(
             f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
         )
-    if other is None:
-        settings.check_providers()
-        if options:
-            raise InputError("engine_options are for other engines, see engine")
-        if measured is not None and (memory or timing != "auto"):
-            raise InputError(
-                "measured reads times of a run that took place; memory and timing have no effect"
-            )
+    if measured is not None:
+        has_timing = memory or timing != "auto"
+        _check_nothing_runs(measured, settings, options, has_timing=has_timing)
     original = load(model)
     tagged = read_flat(original)  # ONNX Runtime would inline functions, with names of its own
     tagged.require_tags()
     name = name_of(model, "the model")
+    if measured is not None and other is not None:
+        return _read_by_engine(other, engine, tagged, measured, name)
     if measured is not None:
-        if settings.has_inputs or options:
-            raise InputError(
-                "measured reads times of a run that took place; data, sizes and options have no effect"
-            )
-        if not measured:
-            raise InputError("measured has no files")
-        if other is not None:
-            return _recorded(other, engine, tagged, measured, name)
         with temporary_folder() as folder:
-            runs_there = _runnable(model, tagged, tagged is original, folder)
-            read = read_measurements(tagged, measured, runs_there, settings, folder)
-        return replace(Profile.of(tagged, read, engine), recorded=True)
-    if other is not None and not hasattr(other, "measure"):
-        raise InputError(
-            f"{engine} is not run here: give the files of its measurements, measured=(...)"
-        )
+            optimizable = _runnable(model, tagged, tagged is original, folder)
+            traces = read_measurements(tagged, measured, optimizable, settings, folder)
+        return replace(Profile.of(tagged, traces, engine), recorded=True)
     settings.check_timed_runs(1)
     check_whole("warmup", warmup, 0, MOST_RUNS)
     samples = Samples.of(settings, tagged.model)
+    if other is not None:
+        return _measure_by_engine(
+            other, engine, tagged, samples, runs, warmup, name=name, options=options
+        )
     results: list[Measurement] = []
     allocated: MeasuredMemory | None = None
     notes: tuple[str, ...] = ()
     with temporary_folder() as folder:
-        if other is not None:
-            for feed in samples.feeds():
-                notes = feed.notes
-                results.append(
-                    other.measure(
-                        tagged, feed, runs, warmup, name=name, options=options, folder=folder
-                    )
-                )
-            return Profile.over_inputs(tagged, results, engine, notes)
         runnable = _runnable(model, tagged, tagged is original, folder)
         for feed in samples.feeds():
             notes = feed.notes
@@ -168,7 +149,62 @@ def profile(
     return Profile.over_inputs(tagged, results, engine, notes, allocated)
 
 
-def _recorded(
+def _check_options_of_own_engine(settings: RunSettings, options: Mapping[str, Any]) -> None:
+    """Refuse what ONNX Runtime as the engine does not have."""
+    settings.check_providers()
+    if options:
+        raise InputError("engine_options are for other engines, see engine")
+
+
+def _check_nothing_runs(
+    measured: Sequence[str | os.PathLike[str]],
+    settings: RunSettings,
+    options: Mapping[str, Any],
+    *,
+    has_timing: bool,
+) -> None:
+    """Refuse options of a run beside measurements that were recorded elsewhere."""
+    if has_timing:
+        raise InputError(
+            "measured reads times of a run that took place; memory and timing have no effect"
+        )
+    if settings.has_inputs or options:
+        raise InputError(
+            "measured reads times of a run that took place; data, sizes and options have no effect"
+        )
+    if not measured:
+        raise InputError("measured has no files")
+
+
+def _measure_by_engine(
+    other: ProfileEngine,
+    engine: str,
+    tagged: TaggedModel,
+    samples: Samples,
+    runs: int,
+    warmup: int,
+    *,
+    name: str,
+    options: dict[str, Any],
+) -> Profile:
+    """Measure each of the inputs in an engine of another package."""
+    if not hasattr(other, "measure"):
+        raise InputError(
+            f"{engine} is not run here: give the files of its measurements, measured=(...)"
+        )
+    results: list[Measurement] = []
+    notes: tuple[str, ...] = ()
+    with temporary_folder() as folder:
+        for feed in samples.feeds():
+            notes = feed.notes
+            result = other.measure(
+                tagged, feed, runs, warmup, name=name, options=options, folder=folder
+            )
+            results.append(result)
+    return Profile.over_inputs(tagged, results, engine, notes)
+
+
+def _read_by_engine(
     other: ProfileEngine,
     engine: str,
     tagged: TaggedModel,
