@@ -284,6 +284,7 @@ class ExportEvidence(FateEvidence[Key]):
         return returned
 
     def _beyond_lost(self, path: str) -> dict[str, None]:
+        """Owners of the operations beyond the tensors of a module's boundary that the file lacks."""
         boundary = self._passed[path]
         lost = [
             key for key in (*boundary.inputs, *boundary.outputs) if key not in self._record.final

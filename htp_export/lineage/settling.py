@@ -115,9 +115,10 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         return [*info.fused_with, *beyond]
 
     def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
-        """The modules beyond tensors that members of the group lost come first.
+        """The owners behind unknown tensors; if the group lost tensors, the modules beyond these.
 
-        One node does the work of both.
+        A tensor is lost if one node does the work on both of its sides, so that the module beyond
+        it is certainly a partner. The owner of an unknown tensor only may be one.
         """
         behind = list(super().behind_unknown(group))
         if not behind:

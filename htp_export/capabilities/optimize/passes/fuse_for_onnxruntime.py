@@ -47,6 +47,7 @@ class FuseForOnnxruntime(LibraryPass):
         from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
         before, results = list(model.graph), [value.name for value in model.graph.outputs]
+        # Forms that the rules match are written first; nodes that they would get wrong are hidden.
         _Unflatten()(model)
         _WriteReciprocals()(model)
         hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
@@ -59,6 +60,7 @@ class FuseForOnnxruntime(LibraryPass):
             stored = {name: value.const_value for name, value in model.graph.initializers.items()}
             computed = recipes_of_computed(model.graph)
             rewritten, _ = optimize_for_ort(model)
+        # The rules lose registrations, names of results, recipes, types and versions.
         register_constants(rewritten.graph)
         _join_results(rewritten.graph, results)
         replaced_by("onnxscript", rewritten, stored, computed)
