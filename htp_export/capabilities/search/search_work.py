@@ -263,7 +263,7 @@ class SearchWork:
         from htp_export.capabilities.quantize.precisions import precisions_of
 
         precisions = precisions_of(trial.plan) if trial.plan else {}
-        treatment = Treatment(sparsities_of(trial.prune), precisions)
+        treatment = Treatment(sparsities_of(trial.prune).weights, precisions)
         measured = self._measurer.again(treatment.quantize, treatment.prune, repeats)
         return self._trial(trial.number, treatment, self._numbers(measured), trial.origin)
 
