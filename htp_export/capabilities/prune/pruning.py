@@ -51,9 +51,9 @@ def prune(
     *,
     method: Literal["l1", "random"] = "l1",
     scope: Literal["local", "global"] = "local",
+    data: Data | None = None,
     seed: int = 0,
     strict: bool = False,
-    data: Data | None = None,
 ) -> Pruned:
     """Remove the least important weights of modules, or elements of their outputs.
 
@@ -90,11 +90,11 @@ def prune(
         scope: ``"local"``: the share is removed from each weight, or output of a module;
             ``"global"``: from all with the same value in the plan together. n:m patterns are always
             local.
+        data: For ``activations``: inputs of some runs, on which thresholds and zeros are measured;
+            as for `quantize`.
         seed: For ``"random"``: the same seed removes the same elements.
         strict: Raise an error if a weight for which the plan has channels or a rank is unchanged,
             or an output for which it has activations.
-        data: For ``activations``: inputs of some runs, on which thresholds and zeros are measured;
-            as for `quantize`.
 
     Returns:
         The model, and sparsity and bytes by module.
