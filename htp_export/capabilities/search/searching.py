@@ -95,7 +95,8 @@ def search(
             as it is; ``"auto"`` is one precision for all modules with this choice. Modules that are
             only dropped or stay may contain others.
         objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors),
-            ``bits`` (of weights, in the format of each), ``latency``, ``metric``, and
+            ``bits`` (stored bits of weights and moved bits of activations, in the format of each,
+            as in ``cost``), ``latency``, ``metric``, and
             ``nonzeros`` (elements of weights that are neither zero nor
             removed). For a decoder with a key-value cache, also ``tokens``, the share of greedy
             tokens that agree with the original's, and ``time``, in ms, of the loop that generates
@@ -172,7 +173,14 @@ def search(
     if not {*OF_DECODERS}.isdisjoint(wanted):
         prompts = _prompts(tagged, samples, new_tokens, "time" in wanted)
         calibrating = replace(samples, given=list(map(prompts.decoder.first_feed, prompts.ids)))
-    measurer = Measurer(tagged, calibrating, metric, calibration=calibration, prompts=prompts)
+    measurer = Measurer(
+        tagged,
+        calibrating,
+        metric,
+        calibration=calibration,
+        prompts=prompts,
+        counts_moves="bits" in wanted,
+    )
     shared = SharedStudy(
         storage,
         study,
