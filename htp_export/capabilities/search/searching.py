@@ -17,8 +17,14 @@ from htp_export.capabilities.search.search_results import (
 )
 from htp_export.capabilities.search.search_work import SearchWork
 from htp_export.capabilities.search.sensitivities import RANDOM_NOTE
-from htp_export.capabilities.search.spaces import Decision, SearchSpace, Space, read_space
-from htp_export.capabilities.search.studies import SAMPLERS, SharedStudy
+from htp_export.capabilities.search.spaces import (
+    By,
+    Decision,
+    SearchSpace,
+    Space,
+    read_space,
+)
+from htp_export.capabilities.search.studies import SharedStudy, check_sampler
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
@@ -61,6 +67,7 @@ def search(
     shapes: Mapping[str, Sequence[int]] | None = None,
     select: str | Sequence[str] | None = None,
     depth: int | None = None,
+    by: By = "module",
     trials: int = 50,
     sampler: str = "tpe",
     seed: int = 0,
@@ -93,7 +100,8 @@ def search(
             ``prune``, such as ``0.5``, ``"2:4"``, ``"rank:25%"`` or ``"drop"``; or both, as
             ``"2:4+int8"`` or ``{"prune": "2:4", "precision": "int8"}``. ``"fp32"`` leaves a module
             as it is; ``"auto"`` is one precision for all modules with this choice. Modules that are
-            only dropped or stay may contain others.
+            only dropped or stay may contain others. For a selector, also ``{"precision": "fixed",
+            "data": ["8.4", "6.2"], "weight": [...], "bias": [...]}``: the parts are decided apart.
         objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors),
             ``bits`` (stored bits of weights and moved bits of activations, in the format of each,
             as in ``cost``), ``latency``, ``metric``, and
@@ -107,6 +115,7 @@ def search(
         shapes: For random inputs: input name → shape.
         select: For choices alone: the modules, as for ``sensitivity``.
         depth: For choices alone: the level of the modules, as for ``sensitivity``.
+        by: ``"module"``, or ``"class"``: all modules of a class get the same choice.
         trials: Number of measured plans in the study.
         sampler: ``tpe``, ``nsga2``, ``random`` or ``grid``.
         seed: Seed of the sampler, and of random inputs.
@@ -153,8 +162,7 @@ def search(
     # study repeat all of them, and find the results of the others.
     settings = RunSettings(data, dims, shapes, seed, providers=providers, runs=runs)
     wanted = _check_objectives(objectives, metric)
-    if sampler not in SAMPLERS:
-        raise InputError(f"there is no sampler {sampler!r}; there are {', '.join(SAMPLERS)}")
+    check_sampler(sampler, {})
     check_whole("trials", trials, 1, MOST_RUNS)
     settings.check_timed_runs(1)
     if "latency" not in wanted:
@@ -163,7 +171,8 @@ def search(
     check_whole("new_tokens", new_tokens, 1, MOST_RUNS)
     tagged = read_flat(model)
     auto = AutoPrecision(tagged, settings)
-    choices = read_space(tagged, space, select, depth, auto)
+    choices = read_space(tagged, space, select, depth, auto, by)
+    check_sampler(sampler, choices.variables)
     if any(choice.is_quantized for choice in choices.choices.values()):
         tagged.require_exact_tags()
     samples = CalibrationData.of(settings, tagged.model, passes=2)

@@ -50,6 +50,7 @@ class Fixed(Method):
     activations = (_FLOAT, *FIXED_BITS)
     weights = (_FLOAT, *FIXED_BITS)
     options = ("bias",)
+    parts = tuple(_PARTS)
 
     @classmethod
     def fields_in(cls, texts: Iterable[str]) -> dict[str, Any]:
