@@ -161,7 +161,7 @@ class ActivationRules:
 
 @dataclass(frozen=True)
 class _Masks:
-    """What becomes zero: absolute values up to a threshold, or the elements of a constant mask.
+    """The elements that become zero: up to a threshold by absolute value, or those of a constant mask.
 
     Attributes:
         thresholds: Module path → threshold.

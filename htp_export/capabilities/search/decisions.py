@@ -1,4 +1,4 @@
-"""What one decision of a search is about: a module, a part of it, or all modules of a class."""
+"""The subjects of the decisions of a search: modules, parts of them, and classes of modules."""
 
 from __future__ import annotations
 

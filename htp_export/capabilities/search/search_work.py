@@ -161,7 +161,7 @@ class SearchWork:
         return [*refined_plans(plans, alone, count)]
 
     def _loss(self, measured: Measurement) -> float:
-        """What plans next to the front are to lower: the error, or the loss of the metric alone."""
+        """The number that plans next to the front lower: the error, or with the metric alone its loss."""
         best = self._measurer.original.metric
         if "error" in self._objectives or measured.metric is None or best is None:
             return measured.error
