@@ -144,10 +144,9 @@ class Pruned(TaggedResult, ModuleTable):
     @property
     def drawn(self) -> Sequence[Column[Any]]:
         """The columns of the table as text."""
-        names = _DRAWN
-        if self.modules[""].activations:
-            names = (*_DRAWN, *_DRAWN_OF_ACTIVATIONS)
-        return chosen(self.columns, names)
+        has_activations = self.modules[""].activations
+        further = _DRAWN_OF_ACTIVATIONS if has_activations else ()
+        return chosen(self.columns, (*_DRAWN, *further))
 
     @property
     def listed(self) -> Sequence[PrunedModule]:
