@@ -1,6 +1,7 @@
 """prune: zeros in the outputs of modules, as the same masks in forward hooks of PyTorch."""
 
 import functools
+import itertools
 import json
 import zlib
 from collections.abc import Mapping
@@ -201,6 +202,18 @@ def test_a_random_mask_has_one_element_along_an_open_axis(tmp_path):
     assert_same(out, model)
     [found] = outputs(out, {"x": np.ones((5, 3, 8), np.float32)})
     assert len(found) == 5
+
+
+def test_a_random_mask_of_each_call_has_a_part_of_the_share_of_the_module(tmp_path):
+    model, file = made("dynamo", tmp_path)
+    out = tmp_path / "pruned.onnx"
+    htp_export.prune(file, {"act": "activations:0.5"}, out, data=runs(), method="random", seed=9)
+    masks = [*random_masks(dict.fromkeys(("act#0:out", "act#1:out"), (2, 6, 8)), 0.5, 9).values()]
+    calls = itertools.count()
+    model.act.register_forward_hook(
+        lambda module, args, out: out.masked_fill(masks[next(calls) % 2], 0)
+    )
+    assert_same(out, model)
 
 
 @BOTH
