@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from htp_export.reporting.columns import CLASS_NAME, Column, chosen, names_of
+from htp_export.reporting.columns import CLASS_NAME, Column, chosen, names_of, si
 
 
 def _error(value: float) -> str:
@@ -33,12 +33,13 @@ _COUNTS: tuple[Column[Any], ...] = (
     Column("nodes", "nodes", keep=3),
     Column("parameters", "parameters", keep=8),
     Column("weight_bytes", "weights", unit="B", keep=4),
-    Column("weight_bits", "weight bits"),
+    Column("weight_bits", "weight bits", text=si, keep=3),
     Column("shared_weight_bytes", "shared weights", unit="B"),
     Column("macs", "multiply-adds", unit="FLOP"),
     Column("flops", "FLOPs", unit="FLOP", keep=9),
     Column("other_flops", "other", unit="FLOP", keep=6),
     Column("activation_bytes", "activations", unit="B", keep=2),
+    Column("moved_bits", "moved bits", text=si, keep=3),
     Column("peak_bytes", "peak", unit="B", keep=7),
     Column("intensity", "ops/byte", text="{:.2f}".format, keep=5),
 )
@@ -56,10 +57,11 @@ _OWN = (
     "flops",
     "other_flops",
     "activation_bytes",
+    "moved_bits",
     "traffic_bytes",
 )
 _SELF: tuple[Column[Any], ...] = tuple(
-    Column(f"self_{column.name}", f"self {column.title}", unit=column.unit)
+    Column(f"self_{column.name}", f"self {column.title}", unit=column.unit, text=column.text)
     for column in chosen((*_COUNTS, *_FUSING), _OWN)
 )
 UNCOUNTED: Column[Any] = Column(

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from htp_export.costs.execution import Body, Run, RunStep, run_by_shapes, walk
 from htp_export.costs.memory import Timeline, traffic
+from htp_export.costs.moved_bits import MovedBits
 from htp_export.costs.result import Cost, ModuleCost, NodeCost, Peak
 from htp_export.costs.work import NOTHING, Formulas, Work, all_formulas, work_of
 from htp_export.editing.flattening import read_flat
@@ -18,7 +19,14 @@ from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.runtime.data import Data
 from htp_export.runtime.settings import RunSettings
 
-_SUMMED = ("macs", "flops", "other_flops", "activation_bytes", "traffic_bytes")
+_SUMMED = (
+    "macs",
+    "flops",
+    "other_flops",
+    "activation_bytes",
+    "moved_bits",
+    "traffic_bytes",
+)
 _Sums: TypeAlias = defaultdict[str, Counter[str]]
 
 
@@ -89,10 +97,14 @@ def cost(
 
 def _nodes(run: Run, formulas: Formulas) -> list[NodeCost]:
     works = {id(step): work_of(step, formulas) for step, _ in walk(run.steps)}
-    return [_node_cost(step, works[id(step)], times) for step, times in _counted(run.steps, works)]
+    moved = MovedBits(run)
+    nodes: list[NodeCost] = []
+    for step, times in _counted(run.steps, works):
+        nodes.append(_node_cost(step, works[id(step)], times, moved.of(step)))
+    return nodes
 
 
-def _node_cost(step: RunStep, work: Work | None, times: int) -> NodeCost:
+def _node_cost(step: RunStep, work: Work | None, times: int, moved_bits: int) -> NodeCost:
     """The cost of ``times`` runs of a node."""
     macs, other = (0, 0) if work is None else (work.macs, work.other)
     activations = 0
@@ -110,6 +122,7 @@ def _node_cost(step: RunStep, work: Work | None, times: int) -> NodeCost:
         other_flops=other * times,
         shapes=tuple(tensor.shape for tensor in step.outputs),
         activation_bytes=times * activations,
+        moved_bits=times * moved_bits,
         traffic_bytes=times * sum(traffic(step).values()),
         modules=step.modules if "" in step.modules else step.modules | {""},
     )

@@ -27,24 +27,35 @@ _NO_TRAFFIC = RESHAPING | SIZES_ONLY | CONTROL_FLOW | {"Constant", "Identity"}
 _PICKING = frozenset(("Gather", "GatherElements", "GatherND", "Slice", "Compress"))
 
 
-def traffic(step: RunStep) -> Mapping[Tensor, int]:
-    """Buffer → bytes that one run of a node reads from it and writes into it.
+def moves(step: RunStep) -> Iterator[tuple[Tensor, int, bool]]:
+    """Yield the tensors that one run of a node reads and writes, their bytes, and whether it writes.
 
-    It is empty for views, and for nodes with subgraphs, whose nodes have their own traffic.
+    Nothing for views, and for nodes with subgraphs, whose nodes have their own. Of inputs with
+    one buffer, only the largest is read.
     """
     if step.op[0] == "" and step.op[1] in _NO_TRAFFIC:
-        return {}
+        return
     written = sum(tensor.bytes for tensor in step.outputs)
-    moved: defaultdict[Tensor, int] = defaultdict(int)
+    read: dict[Tensor, tuple[Tensor, int]] = {}
     for position, tensor in enumerate(step.inputs):
         if tensor is None:
             continue
-        read = tensor.bytes
+        size = tensor.bytes
         if position == 0 and step.op[1] in _PICKING:
-            read = min(read, written)
-        moved[tensor.buffer] = max(moved[tensor.buffer], read)
+            size = min(size, written)
+        if tensor.buffer not in read or size > read[tensor.buffer][1]:
+            read[tensor.buffer] = tensor, size
+    for tensor, size in read.values():
+        yield tensor, size, False
     for tensor in step.outputs:
-        moved[tensor.buffer] += tensor.bytes
+        yield tensor, tensor.bytes, True
+
+
+def traffic(step: RunStep) -> Mapping[Tensor, int]:
+    """Buffer → bytes that one run of a node reads from it and writes into it, as of `moves`."""
+    moved: defaultdict[Tensor, int] = defaultdict(int)
+    for tensor, size, _ in moves(step):
+        moved[tensor.buffer] += size
     return moved
 
 

@@ -16,6 +16,9 @@ from htp_export.reporting.tables import ModuleTable
 from htp_export.reporting.tag_facts import TagFacts
 
 _DRAWN = ("class_name", "nodes", "parameters", "weight_bytes", "flops", "other_flops", "peak_bytes")
+_DRAWN_OF_QUANTIZED = (*_DRAWN, "weight_bits", "moved_bits")
+_UNQUANTIZED = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
+"""Types of weights, as numpy names them, in which a model is trained."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class NodeCost:
         other_flops: Operations on single elements.
         shapes: Shape of each output; None if unknown.
         activation_bytes: Size of its outputs.
+        moved_bits: Bits of the activations that it reads and writes, in the width of their formats.
         traffic_bytes: Bytes that it reads and writes, weights included.
         modules: The modules whose regions contain it.
     """
@@ -47,6 +51,7 @@ class NodeCost:
     other_flops: int
     shapes: tuple[tuple[int, ...] | None, ...]
     activation_bytes: int
+    moved_bits: int
     traffic_bytes: int
     modules: AbstractSet[str] = field(default=frozenset(), repr=False)
 
@@ -66,6 +71,8 @@ class ModuleCost(ModuleFacts):
             additions.
         uncounted: Operator → nodes of unknown work, which no number includes.
         activation_bytes: Size of the outputs of its nodes.
+        moved_bits: Bits of the activations that its nodes read and write, without weights, in the
+            width of the format in which they are used.
         traffic_bytes: Bytes that its nodes read and write, one after another: weights, inputs,
             outputs, intermediates.
         peak_bytes: Peak of the whole model's activation memory while one of its nodes runs.
@@ -82,6 +89,8 @@ class ModuleCost(ModuleFacts):
     uncounted: Mapping[str, int] = field(default_factory=dict)
     activation_bytes: int = 0
     self_activation_bytes: int = 0
+    moved_bits: int = 0
+    self_moved_bits: int = 0
     traffic_bytes: int = 0
     self_traffic_bytes: int = 0
     peak_bytes: int = 0
@@ -158,8 +167,10 @@ class Cost(ModuleTable):
 
     @property
     def drawn(self) -> Sequence[Column[ModuleCost]]:
-        """The columns of the table as text."""
-        return chosen(self.columns, _DRAWN)
+        """The columns of the table as text; of a quantized model, also the bits."""
+        types = self.modules[""].weight_bytes_by_dtype
+        is_quantized = any(name not in _UNQUANTIZED for name in types)
+        return chosen(self.columns, _DRAWN_OF_QUANTIZED if is_quantized else _DRAWN)
 
     @property
     def summary(self) -> str:

@@ -536,6 +536,18 @@ WRONG: list[tuple[str | list[str], str]] = [
         "--rule layer.0=abc: sparsity 'abc': write a share such as 0.5",
     ),
     (
+        "prune net.onnx --rule layer.0=activations:0.5 -o o.onnx",
+        "--rule layer.0=activations:0.5: activations:0.5 is measured on data: give data (--data)",
+    ),
+    (
+        "prune net.onnx --rule layer.0=activations:2 -o o.onnx",
+        "--rule layer.0=activations:2: sparsity 'activations:2': a share is from 0 to 1",
+    ),
+    (
+        "search net.onnx --choices activations:0.5",
+        "choice 'activations:0.5': a search decides about weights",
+    ),
+    (
         "prune net.onnx --rule dropout=0.5 -o o.onnx",
         "--rule dropout=0.5: the modules that it names have no weights",
     ),

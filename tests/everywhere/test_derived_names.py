@@ -67,6 +67,9 @@ CHANGES: dict[str, Callable[[Any, str], Any]] = {
     **{f"quantize {precision}": _quantized(precision) for precision in _PRECISIONS},
     "prune channels": lambda model, name: htp_export.prune(model, {"heads": "heads:0.5"}),
     "prune rank": lambda model, name: htp_export.prune(model, {"head": "rank:2"}),
+    "prune activations": lambda model, name: htp_export.prune(
+        model, {"heads,head": "activations:0.5"}, data={name: X}
+    ),
 }
 
 

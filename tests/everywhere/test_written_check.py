@@ -72,6 +72,9 @@ WRITERS: dict[str, Callable[[dict[str, Path], Path], Any]] = {
     "prune channels": lambda given, out: htp_export.prune(
         given["net"], {"body": "channels:0.5"}, out
     ),
+    "prune activations": lambda given, out: htp_export.prune(
+        given["net"], {"act": "activations:0.9"}, out, data={"input": x(2, 3, 64)}
+    ),
     "quantize fp16": lambda given, out: htp_export.quantize(
         given["net"], {"body": "fp16"}, output=out
     ),

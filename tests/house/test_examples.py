@@ -57,6 +57,31 @@ def test_all_but_the_head_is_quantized(tmp_path):
 
 
 @pytest.mark.slow
+def test_formats_by_module_are_at_least_as_good_as_by_class_at_equal_bits(tmp_path):
+    """The table of docs/search.md, and the same sentences about it."""
+    printed = run("search_fixed_point", tmp_path)
+    trained = float(re.search(r"fp32: ([\d.]+)%", printed)[1])
+    rows = {}
+    for line in printed.splitlines():
+        if line.startswith(("| class |", "| module |")):
+            by, sampler, *cells = line.strip("|").split("|")
+            rows[by.strip(), sampler.strip()] = [float(cell.strip().rstrip("%")) for cell in cells]
+    assert [*rows] == [
+        ("class", "grid"),
+        ("class", "random"),
+        ("class", "tpe"),
+        ("module", "random"),
+        ("module", "tpe"),
+    ]
+    for narrow, wide, *_ in rows.values():
+        assert narrow < 20 < trained - 0.5 < wide
+    for sampler in ("random", "tpe"):
+        both = [*zip(rows["class", sampler], rows["module", sampler], strict=True)][2:]
+        assert all(by_module > by_class - 0.5 for by_class, by_module in both)
+        assert any(by_module > by_class + 1 for by_class, by_module in both)
+
+
+@pytest.mark.slow
 def test_the_wrong_layers_are_found_and_repaired(tmp_path):
     printed = run("find_the_wrong_layer", tmp_path).splitlines()
     assert printed[0].startswith("exported: 26 of 26 modules agree")

@@ -230,3 +230,63 @@ def test_bias_alone_needs_a_bias():
     graph = tagged_graph(text, 21, w=np.eye(4, dtype=np.float32))
     with pytest.raises(InputError, match="no operator of module"):
         htp_export.quantize(graph, "fixed:data=float32:weight=float32:bias=8.4")
+
+
+def recurrent(kind: type[nn.Module]) -> nn.Module:
+    """A table, a recurrent layer of both directions and a linear one."""
+    torch.manual_seed(0)
+    net = composed(
+        lambda self, ids: self.head(self.rnn(self.table(ids))[0]),
+        table=nn.Embedding(20, 6),
+        rnn=kind(6, 4, batch_first=True, bidirectional=True),
+        head=nn.Linear(8, 3),
+    )
+    return spread(net.eval())
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("kind", quick([nn.LSTM, nn.GRU], nn.LSTM))
+@pytest.mark.filterwarnings("ignore")  # torch, about attributes of recurrent layers
+def test_tables_and_recurrent_layers_are_those_of_pytorch(kind, exporter, tmp_path):
+    ids = torch.arange(14).reshape(2, 7)
+    file, made = tmp_path / "net.onnx", tmp_path / "fixed.onnx"
+    is_dynamo = exporter == "dynamo"
+    options = {} if is_dynamo else {"input_names": ["ids"]}
+    htp_export.export(recurrent(kind), (ids,), file, dynamo=is_dynamo, verbose=False, **options)
+    plan = {"table": "fixed:weight=4.2", "rnn,head": "fixed:data=8.5:weight=6.4:bias=12.8"}
+    result = htp_export.quantize(file, plan, made)
+    assert [result.modules[path].precision for path in ("table", "rnn")] == list(plan.values())
+    net = recurrent(kind)
+    with torch.no_grad():
+        net.table.weight.copy_(fake(net.table.weight, 4, 2))
+        for name, parameter in (*net.rnn.named_parameters(), *net.head.named_parameters()):
+            form = (12, 8) if "bias" in name else (6, 4)
+            parameter.copy_(fake(parameter, *form))
+        rows = fake(net.table(ids), 8, 5)
+        expected = net.head(fake(net.rnn(rows)[0], 8, 5)).numpy()
+    tapped = htp_export.tap(made, "table:out").model
+    feed = {"ids": ids.numpy()}
+    found, table = results(tapped, feed)
+    # The table's numbers are looked up: all bits are the same; the gates have other exponentials.
+    np.testing.assert_array_equal(table, net.table(ids).detach().numpy())
+    np.testing.assert_allclose(found, expected, atol=2**-5)
+    assert np.mean(np.abs(found - expected)) < 1e-3
+    facts = htp_export.cost(made).modules
+    assert facts["table"].weight_bits == 120 * 4
+    biases = sum(each.numel() for name, each in net.rnn.named_parameters() if "bias" in name)
+    weights = sum(each.numel() for each in net.rnn.parameters()) - biases
+    state = facts["rnn"].weight_bits - weights * 6 - biases * 12
+    assert state == facts["rnn"].weight_bytes_by_dtype["float32"] * 8  # the initial one, zeros
+
+
+def test_a_table_has_no_data_and_a_gather_along_another_axis_stays():
+    text = "g (int64[2] i) => (float[2,3] y, float[4,2] z) { y = Gather(t, i) z = Gather<axis=1>(t, i) }"
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+    graph = tagged_graph(text, 21, t=table)
+    result = htp_export.quantize(graph, {"y": "fixed:8.2", "z": "fp32"})
+    found = results(result.model, {"i": np.array([1, 2])})
+    np.testing.assert_array_equal(found[0], table[[1, 2]])
+    with pytest.raises(RuleError, match="z"):
+        htp_export.quantize(graph, {"z": "fixed:8.2"})
+    with pytest.raises(RuleError, match="y"):
+        htp_export.quantize(graph, {"y": "fixed:data=8.2:weight=float32:bias=float32"})

@@ -431,7 +431,7 @@ class TestSearch:
             else:
                 assert main(shlex.split(text)[1:]) == 0
         named = [text.split()[1] for text in texts if not text.startswith("echo ")]
-        assert named == ["sensitivity", "search", "search", "pipeline"]
+        assert named == ["sensitivity", "search", "search", "pipeline", "search"]
 
     def test_the_command_writes_plans_that_quantize_reads(self, file, data, tmp_path, capsys):
         np.savez(tmp_path / "x.npz", **data[0])

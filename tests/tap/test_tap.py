@@ -290,7 +290,7 @@ def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path)
     for place in ("one:out", "one.0:out"):
         with pytest.raises(
             InputError,
-            match=r"the same tensor for two:out, two\.0:out, and cannot add to only one",
+            match=r"the same tensor for two:out, two\.0:out, and cannot change only one",
         ):
             htp_export.steer(merged, place)
 

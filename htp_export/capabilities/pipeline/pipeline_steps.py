@@ -188,7 +188,7 @@ _KINDS = [
     StepKind(
         "prune",
         "prune.pruning",
-        checks=("prune.sparsities:sparsities_of", _SEED),
+        checks=("prune.sparsities:sparsities_of", ".runtime.data:check_runs", _SEED),
         keeps_modules=False,
     ),
     StepKind(

@@ -48,18 +48,65 @@ class Scores:
 
     seed: int | None = None
 
-    def generator(self, weight: Weight) -> np.random.Generator | None:
-        """Random numbers for a weight, by its name; None for absolute values."""
+    def generator(self, name: str) -> np.random.Generator | None:
+        """Random numbers for a tensor, by its name; None for absolute values."""
         if self.seed is None:
             return None
-        return np.random.default_rng([self.seed, zlib.crc32(weight.name.encode())])
+        return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
 
     def keys(self, weight: Weight, array: Array, wide: bool = False) -> Iterator[Array]:
         """Keys in the order of the scores of a weight's elements, part by part."""
-        flat, random = array.reshape(-1), self.generator(weight)
+        flat, random = array.reshape(-1), self.generator(weight.name)
         for start in range(0, flat.size, _CHUNK):
             part = flat[start : start + _CHUNK]
             yield keys_of(part if random is None else random.random(part.size, np.float32), wide)
+
+
+class CutoffSearch:
+    """Finds the largest of the smallest keys, digit by digit: all keys are added once for each digit.
+
+    Args:
+        wide: Whether keys have 64 bits.
+
+    Attributes:
+        rounds: The number of digits.
+        added: The number of keys.
+    """
+
+    def __init__(self, *, wide: bool = False) -> None:
+        self._bits = 64 if wide else 32
+        self.rounds = self._bits // _DIGIT
+        self.added = 0
+        self._key = self._left = 0
+        self._shift = self._bits - _DIGIT
+        self._histogram = np.zeros(1 << _DIGIT, np.int64)
+
+    def add(self, keys: Array) -> None:
+        """Count keys for the present digit."""
+        candidates = keys  # all in the first round, then the keys that begin with the digits so far
+        if self._shift + _DIGIT < self._bits:
+            candidates = keys[(keys >> (self._shift + _DIGIT)) == self._key]
+        else:
+            self.added += keys.size
+        digits = (candidates >> self._shift) & ((1 << _DIGIT) - 1)
+        self._histogram += np.bincount(digits.astype(np.int64), minlength=1 << _DIGIT)
+
+    def finish_round(self, count: int) -> tuple[int, int]:
+        """Find the present digit of the largest of the ``count`` smallest keys.
+
+        Returns:
+            The digits so far, and how many of these keys begin with them: after the last round, the
+            key, and how many are equal to it.
+        """
+        if self._shift + _DIGIT == self._bits:
+            self._left = count
+        below = np.cumsum(self._histogram)
+        digit = int(np.searchsorted(below, self._left))
+        self._left -= int(below[digit - 1]) if digit else 0
+        self._key = (self._key << _DIGIT) | digit
+        self._shift -= _DIGIT
+        self._histogram[:] = 0
+        return self._key, self._left
 
 
 def find_cutoff(
@@ -73,21 +120,13 @@ def find_cutoff(
         >>> find_cutoff(lambda: [np.array([5, 1, 3], np.uint32), np.array([3, 3], np.uint32)], 3)
         (3, 2)
     """
-    key, left = 0, count
-    bits = 64 if wide else 32
-    for shift in range(bits - _DIGIT, -1, -_DIGIT):
-        histogram = np.zeros(1 << _DIGIT, np.int64)
+    search = CutoffSearch(wide=wide)
+    found = 0, 0
+    for _ in range(search.rounds):
         for keys in parts():
-            candidates = keys  # all in the first round, then the keys that begin with ``key``
-            if shift + _DIGIT < bits:
-                candidates = keys[(keys >> (shift + _DIGIT)) == key]
-            digits = (candidates >> shift) & ((1 << _DIGIT) - 1)
-            histogram += np.bincount(digits.astype(np.int64), minlength=1 << _DIGIT)
-        below = np.cumsum(histogram)
-        digit = int(np.searchsorted(below, left))
-        left -= int(below[digit - 1]) if digit else 0
-        key = (key << _DIGIT) | digit
-    return key, left
+            search.add(keys)
+        found = search.finish_round(count)
+    return found
 
 
 def element_masks(weights: Sequence[Weight], amount: float, scores: Scores) -> list[Mask]:

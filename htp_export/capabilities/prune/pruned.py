@@ -6,10 +6,12 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.capabilities.prune.activations import ZeroCount
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.module_facts import ModuleFacts
@@ -35,6 +37,11 @@ class PrunedModule(CompressedModule):
         weights_after: Elements after; fewer if channels, heads or blocks were cut out.
         zeros_before: The zeros among ``weights_before``.
         zeros_after: The zeros among ``weights_after``.
+        activations: Elements of outputs for which the plan has ``activations``, of the module and
+            its descendants, in all runs of the data.
+        activation_zeros_before: The zeros among them before they are pruned, with the weights that
+            stay.
+        activation_zeros_after: The zeros among them afterwards.
     """
 
     nodes: int = 0
@@ -42,6 +49,19 @@ class PrunedModule(CompressedModule):
     weights_after: int = 0
     zeros_before: int = 0
     zeros_after: int = 0
+    activations: int = 0
+    activation_zeros_before: int = 0
+    activation_zeros_after: int = 0
+
+    @property
+    def activation_sparsity(self) -> float | None:
+        """Measured share of zeros in these outputs; None without such outputs."""
+        return self.activation_zeros_after / self.activations if self.activations else None
+
+    @property
+    def activation_sparsity_before(self) -> float | None:
+        """Measured share of zeros before; None without such outputs."""
+        return self.activation_zeros_before / self.activations if self.activations else None
 
     @property
     def sparsity(self) -> float:
@@ -66,6 +86,11 @@ PRUNED_COLUMNS: tuple[Column[Any], ...] = (
     Column("zeros_before", "zeros before"),
     Column("zeros_after", "zeros", keep=6),
     *BYTES_COLUMNS,
+    Column("activations", "activations"),
+    Column("activation_zeros_before", "activation zeros before"),
+    Column("activation_zeros_after", "activation zeros"),
+    Column("activation_sparsity_before", "activation sparsity before", unit="%", keep=8),
+    Column("activation_sparsity", "activation sparsity", unit="%", keep=9),
 )
 """The columns of a module."""
 
@@ -78,6 +103,7 @@ _DRAWN = (
     "bytes_before",
     "bytes_after",
 )
+_DRAWN_OF_ACTIVATIONS = ("activation_sparsity_before", "activation_sparsity")
 
 
 @dataclass(frozen=True)
@@ -95,6 +121,9 @@ class Pruned(TaggedResult, ModuleTable):
             rank would not make smaller.
         short: Weight → the channels or heads that stay, if the share of the plan cannot be
             reached.
+        thresholds: Module path → the largest absolute value of its output that becomes zero.
+        unmasked: Module path → why its output is unchanged, for modules with ``activations`` in the
+            plan.
         model: The pruned model.
     """
 
@@ -108,18 +137,23 @@ class Pruned(TaggedResult, ModuleTable):
     ranks: Mapping[str, int] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    unmasked: Mapping[str, str] = field(default_factory=dict)
     model: ir.Model = field(repr=False, kw_only=True)
 
     @property
     def drawn(self) -> Sequence[Column[Any]]:
         """The columns of the table as text."""
-        return chosen(self.columns, _DRAWN)
+        has_activations = self.modules[""].activations
+        further = _DRAWN_OF_ACTIVATIONS if has_activations else ()
+        return chosen(self.columns, (*_DRAWN, *further))
 
     @property
     def listed(self) -> Sequence[PrunedModule]:
-        """The modules that have weights."""
+        """The modules that have weights, or pruned outputs."""
+        modules = self.modules.values()
         return [
-            module for module in self.modules.values() if module.weights_before or not module.path
+            each for each in modules if each.weights_before or each.activations or not each.path
         ]
 
     @property
@@ -128,7 +162,11 @@ class Pruned(TaggedResult, ModuleTable):
         root = self.modules[""]
         size = f"{si(root.bytes_before, 'B')} of weights before, {si(root.bytes_after, 'B')} after"
         share = f"{percent(root.sparsity)} of {root.weights_before:,} weights"
-        return f"{share} are zero or removed; {size}"
+        weights = f"{share} are zero or removed; {size}"
+        if root.activation_sparsity is None:
+            return weights
+        zeros = f"{percent(root.activation_sparsity)} of {root.activations:,} activations"
+        return f"{weights}; {zeros} are zero on the data"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -144,6 +182,8 @@ class Pruned(TaggedResult, ModuleTable):
         for reason, names in weights_of_reason.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             notes.append(f"  {', '.join(names[:3])}{more}: {reason}")
+        for path, reason in self.unmasked.items():
+            notes.append(f"the output of {path or '(root)'} stays as it is: {reason}")
         if root.zeros_after > root.zeros_before:
             notes.append(
                 "zeros take as many bytes as other numbers: "
@@ -173,8 +213,9 @@ def pruned_modules(
     modules: Iterable[ModuleFacts],
     weights: Iterable[tuple[Sequence[str], Counts, Counts]],
     bytes_before: Mapping[str, int],
+    activations: Mapping[str, ZeroCount] = MappingProxyType({}),
 ) -> dict[str, PrunedModule]:
-    """Module path → its row, from weights with the modules that use them.
+    """Module path → its row, from weights with the modules that use them, and outputs of modules.
 
     Each weight counts once in every module.
 
@@ -192,6 +233,10 @@ def pruned_modules(
         counts |= {"weights_after": weights_after, "zeros_after": zeros_after}
         for path in {up for owner in owners for up in tags.ancestors(owner)}:
             sums[path].update(counts)
+    for owner, count in activations.items():
+        zeros = {"activation_zeros_before": count.before, "activation_zeros_after": count.after}
+        for path in tags.ancestors(owner):
+            sums[path].update({"activations": count.elements, **zeros})
     names = [field.name for field in fields(ModuleInfo)]
     rows: dict[str, PrunedModule] = {}
     for module in modules:

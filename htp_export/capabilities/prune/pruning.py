@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.capabilities.prune.activations import ActivationRules
 from htp_export.capabilities.prune.coupled_axes import Axis
 from htp_export.capabilities.prune.coupling import Coupling, StopError
 from htp_export.capabilities.prune.low_rank import factorise, why_not
@@ -33,6 +34,7 @@ from htp_export.plans.rules import Assigned, assigned
 from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import nan_in
+from htp_export.runtime.data import Data
 from htp_export.weights.products import Weight, changed_when_written, weights_of
 from htp_export.weights.storing import is_in_model, numbers_of, store
 
@@ -49,10 +51,11 @@ def prune(
     *,
     method: Literal["l1", "random"] = "l1",
     scope: Literal["local", "global"] = "local",
+    data: Data | None = None,
     seed: int = 0,
     strict: bool = False,
 ) -> Pruned:
-    """Remove the least important weights of modules.
+    """Remove the least important weights of modules, or elements of their outputs.
 
     A plan maps selectors of modules to the pruning of their regions; rules hold as in every plan,
     see `quantize`:
@@ -64,6 +67,8 @@ def prune(
     - ``"rank:25%"``: each matrix becomes the product of two that have a quarter of its rank;
       ``"rank:16"``: rank 16
     - ``"drop"``: the module, a residual block, is removed
+    - ``"activations:0.5"``: half of the elements of the module's output become zero; this holds
+      for the modules that the selector itself matches. ``"0.5+activations:0.5"``: both.
 
     Tensors with the same channels are cut, too: weights and biases of other modules, and sizes in
     the graph. Weights that cannot be cut, or whose rank saves nothing, are unchanged: ``whole`` of
@@ -82,10 +87,14 @@ def prune(
         output: The file to write.
         method: ``"l1"``: remove the smallest absolute values, for channels and heads on average;
             ``"random"``.
-        scope: ``"local"``: the share is removed from each weight; ``"global"``: from all weights
-            with the same value in the plan together. n:m patterns are always local.
+        scope: ``"local"``: the share is removed from each weight, or output of a module;
+            ``"global"``: from all with the same value in the plan together. n:m patterns are always
+            local.
+        data: For ``activations``: inputs of some runs, on which thresholds and zeros are measured;
+            as for `quantize`.
         seed: For ``"random"``: the same seed removes the same elements.
-        strict: Raise an error if a weight for which the plan has channels or a rank is unchanged.
+        strict: Raise an error if a weight for which the plan has channels or a rank is unchanged,
+            or an output for which it has activations.
 
     Returns:
         The model, and sparsity and bytes by module.
@@ -112,16 +121,21 @@ def prune(
         if choice not in choices:
             raise InputError(f"{name} {choice!r}: there are {' and '.join(map(repr, choices))}")
     rules = sparsities_of(plan)
+    scores = Scores(None if method == "l1" else seed)
+    together = scope == "global"
+    activations = ActivationRules(rules.activations, data, scores, together, strict)
+    activations.check()
     tagged = read_for_change(model)
     external = has_external_data(tagged.model)
-    scores = Scores(None if method == "l1" else seed)
     dropped: set[str] = set()
-    for selector, value in rules.items():
+    for selector, value in rules.weights.items():
         if value.kind == "blocks":
             dropped.update(tagged.select(selector))
-    wanted = assigned(tagged, rules)
-    together = scope == "global"
-    result = _pruned(tagged, wanted, dropped, scores, together=together, strict=strict)
+    # A plan of activations alone has no rules of weights.
+    wanted = Assigned[Sparsity]({}, {}, {}, {}, {}, {})
+    if rules.weights or not rules.activations:
+        wanted = assigned(tagged, rules.weights)
+    result = _pruned(tagged, wanted, dropped, scores, activations, together=together, strict=strict)
     if output is not None:
         write_model(result.model, output, True if external else None)
     return result
@@ -132,6 +146,7 @@ def _pruned(
     wanted: Assigned[Sparsity],
     dropped: Set[str],
     scores: Scores,
+    activations: ActivationRules,
     *,
     together: bool,
     strict: bool,
@@ -147,7 +162,8 @@ def _pruned(
     before = {weight: _counts(weight.value) for weight in counted(weights, "weights")}
     removed = _outermost_blocks(wanted, dropped)
     # Blocks go first, as their weights need no cut; masks follow the cut, as they have the final
-    # shapes; ranks come last, as factors replace the weights.
+    # shapes; then ranks, as factors replace the weights; outputs of modules last, as they are
+    # measured with the weights that stay.
     if removed:
         tagged = remove_blocks(tagged, removed)
     left = [weight for weight in weights if is_in_model(weight.value)]
@@ -168,15 +184,22 @@ def _pruned(
     for weight in counted(left, "weights"):
         tensors = factors[weight].values if weight in factors else (weight.value,)
         after[weight] = _counts(*tensors)
+    masked = activations.apply(tagged.refresh())
     counts = [(owners[weight], before[weight], after[weight]) for weight in weights]
+    facts = _facts(tagged.refresh()).values()
+    plan = {path: str(value) for path, value in wanted.modules.items()}
+    for path, value in masked.plan.items():
+        plan[path] = f"{plan[path]}+{value}" if path in plan else str(value)
     return Pruned(
-        modules=pruned_modules(_facts(tagged.refresh()).values(), counts, bytes_before),
-        plan={path: str(value) for path, value in wanted.modules.items()},
+        modules=pruned_modules(facts, counts, bytes_before, masked.counts),
+        plan=plan,
         removed=removed,
         cut=cut.shapes,
         ranks={weight.name: pair.rank for weight, pair in factors.items()},
         whole={weight.name: reason for weight, reason in whole.items()},
         short=cut.short,
+        thresholds=masked.thresholds,
+        unmasked=masked.unmasked,
         model=tagged.model,
     )
 
@@ -333,6 +356,8 @@ class PlanChecks:
 
     def why_not(self, path: str, value: Sparsity) -> str:
         """Why a module cannot be pruned by a value; empty if it can."""
+        if value.kind == "activations":
+            return "a search decides about weights; prune activations in a step of its own"
         try:
             if value.kind == "blocks":
                 ends_of(self._tagged, path)

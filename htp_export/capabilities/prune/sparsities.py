@@ -9,12 +9,14 @@ from typing import Any, Literal, TypeAlias
 
 from htp_export.errors import InputError, RuleError
 
-Kind: TypeAlias = Literal["elements", "n:m", "channels", "heads", "blocks", "rank"]
+Kind: TypeAlias = Literal["elements", "n:m", "channels", "heads", "blocks", "rank", "activations"]
 
 _FORMS = (
     "a share such as 0.5, a pattern such as '2:4', 'channels:0.25', 'heads:0.5', 'rank:16', "
-    "'rank:25%' or 'drop'"
+    "'rank:25%', 'drop' or 'activations:0.5'"
 )
+_SHARES: tuple[Kind, ...] = ("channels", "heads", "activations")
+"""Kinds that are written with a share."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Sparsity:
         kind: ``elements``: single elements become zero; ``n:m``: in each group of ``m`` elements,
             all but ``n`` become zero; ``channels``: output channels are cut out; ``heads``:
             attention heads are cut out; ``blocks``: the module itself is removed, and its input
-            replaces its output; ``rank``: a matrix becomes the product of two smaller ones.
+            replaces its output; ``rank``: a matrix becomes the product of two smaller ones;
+            ``activations``: elements of the module's output become zero.
         amount: The share that is removed, from 0 to 1; not used for ``n:m`` and ``blocks``. For
             ``rank``, the share of the full rank that stays; 0 if ``kept`` is the rank.
         kept: ``n`` of ``n:m``; for ``rank``, the rank.
@@ -84,27 +87,50 @@ def sparsity_of(value: Any) -> Sparsity:
         raise InputError(f"sparsity {value!r}: write {_FORMS}") from None
     if not colon:
         return Sparsity("elements", _share(number, value))
-    if kind == "channels":
-        return Sparsity("channels", _share(number, value))
-    if kind == "heads":
-        return Sparsity("heads", _share(number, value))
+    for known in _SHARES:
+        if kind == known:
+            return Sparsity(known, _share(number, value))
     raise InputError(f"sparsity {value!r}: write {_FORMS}")
 
 
-def sparsities_of(plan: Mapping[str, Any]) -> dict[str, Sparsity]:
-    """The rules of a plan: selector → its value; an InputError names the selector.
+@dataclass(frozen=True)
+class PruningPlan:
+    """The rules of a plan, those of weights and those of activations apart: both hold for a module.
+
+    Attributes:
+        weights: Selector → how much of the weights of its modules is removed, in order.
+        activations: Selector → how much of the outputs of its modules becomes zero, in order.
+    """
+
+    weights: Mapping[str, Sparsity]
+    activations: Mapping[str, Sparsity]
+
+
+def sparsities_of(plan: Mapping[str, Any]) -> PruningPlan:
+    """The rules of a plan; an InputError names the selector.
 
     Examples:
-        >>> {selector: str(sparsity) for selector, sparsity in sparsities_of({"encoder": "2:4"}).items()}
-        {'encoder': '2:4'}
+        >>> rules = sparsities_of({"encoder": "2:4", "head": "0.5+activations:0.25"})
+        >>> [(selector, str(sparsity)) for selector, sparsity in rules.weights.items()]
+        [('encoder', '2:4'), ('head', '0.5')]
+        >>> [(selector, str(sparsity)) for selector, sparsity in rules.activations.items()]
+        [('head', 'activations:0.25')]
     """
-    rules: dict[str, Sparsity] = {}
+    weights: dict[str, Sparsity] = {}
+    activations: dict[str, Sparsity] = {}
     for selector, value in plan.items():
+        parts = value.split("+") if isinstance(value, str) else [value]
         try:
-            rules[selector] = sparsity_of(value)
+            sparsities = [sparsity_of(part) for part in parts]
         except InputError as error:
             raise RuleError(selector, str(error)) from error
-    return rules
+        for sparsity in sparsities:
+            rules = activations if sparsity.kind == "activations" else weights
+            if selector in rules:
+                problem = f"sparsity {value!r}: write one value of weights and one of activations"
+                raise RuleError(selector, f"{problem}, such as '0.5+activations:0.5'")
+            rules[selector] = sparsity
+    return PruningPlan(weights, activations)
 
 
 def _pattern(text: str, kept: int, group: int) -> Sparsity:

@@ -193,7 +193,7 @@ def _group_scores(
     coupling: Coupling, weights: Iterable[Weight], seed: Weight, scores: Scores
 ) -> dict[int, float]:
     """Label of a group that can be cut → mean score of the elements that compute its channels."""
-    random = scores.generator(seed)
+    random = scores.generator(seed.name)
     if random is not None:
         return dict(zip(coupling.groups, random.random(len(coupling.groups)).tolist(), strict=True))
     sums = dict.fromkeys(coupling.groups, 0.0)

@@ -74,6 +74,8 @@ class Method:
             no such attribute.
         formats: Ways to write the quantized operators.
         options: Names of fields of plans that only this method has; `check` checks their values.
+        parts: Names of the parts of a module whose types a plan chooses apart; ``float32`` leaves a
+            part as it is.
         floats: Types of floats that it quantizes.
         order: Methods with smaller numbers are applied first; a metric that a later method computes
             includes their effect.
@@ -89,6 +91,7 @@ class Method:
     accuracy_levels: ClassVar[tuple[int, ...]] = ()
     formats: ClassVar[tuple[str, ...]] = ("default",)
     options: ClassVar[tuple[str, ...]] = ()
+    parts: ClassVar[tuple[str, ...]] = ()
     floats: ClassVar[tuple[ir.DataType, ...]] = (ir.DataType.FLOAT,)
     order: ClassVar[int] = 0
     with_producer: ClassVar[frozenset[str]] = frozenset()

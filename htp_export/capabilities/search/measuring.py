@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.search.output_errors import Deviation, OutputErrors
 from htp_export.capabilities.search.studies import KeptRuns, open_study
+from htp_export.costs.moved_bits import moved_bits_of
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.files.lazy_tensor import slots
@@ -68,8 +69,10 @@ class Measurement(Deviation):
             None if it was not measured.
         nonzeros: Elements of the weights, as ``prune`` counts them, that are neither zero nor
             removed, before they are quantized; None in measurements of an earlier version.
-        bits: Bits of the weights, with scales, as ``weight_bits`` of ``cost``; None in measurements
-            of an earlier version.
+        weight_bits: Bits of the weights, with scales, as ``weight_bits`` of ``cost``; None in
+            measurements of an earlier version.
+        moved_bits: Bits of activations that nodes move in the first run, as ``moved_bits`` of
+            ``cost``; None if they were not counted.
         spread: Name of a number → half the range of its values, if it is the median of several
             measurements.
     """
@@ -78,10 +81,18 @@ class Measurement(Deviation):
     latency_ms: float | None = None
     metric: float | None = None
     nonzeros: int | None = None
-    bits: int | None = None
+    weight_bits: int | None = None
+    moved_bits: int | None = None
     tokens: float | None = None
     time_ms: float | None = None
     spread: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bits(self) -> int | None:
+        """Stored bits of weights and moved bits of activations; None if these were not counted."""
+        if self.weight_bits is None or self.moved_bits is None:
+            return None
+        return self.weight_bits + self.moved_bits
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
@@ -159,6 +170,7 @@ class Measurer:
         calibration: Inputs for calibration; None for ``samples``.
         prompts: With these, the outputs are the logits of the tokens that a decoder generates.
         repeats: How often `measure` measures a plan, for medians; 0 for once.
+        counts_moves: Whether the moved bits of activations are counted.
     """
 
     tagged: TaggedModel
@@ -168,6 +180,7 @@ class Measurer:
     calibration: Data | None = None
     prompts: Prompts | None = None
     repeats: int = 0
+    counts_moves: bool = False
 
     @property
     def settings(self) -> RunSettings:
@@ -313,10 +326,15 @@ class Measurer:
             latency_ms=None if is_loop else ms,
             metric=metric,
             nonzeros=nonzeros,
-            bits=contents_of(tagged).modules[""].facts.weight_bits,
+            weight_bits=contents_of(tagged).modules[""].facts.weight_bits,
+            moved_bits=self._moved_bits(tagged) if self.counts_moves else None,
             tokens=float(np.mean(agreements)) if agreements else None,
             time_ms=ms if is_loop else None,
         )
+
+    def _moved_bits(self, tagged: TaggedModel) -> int:
+        """The bits of activations that a model moves in the first run."""
+        return moved_bits_of(tagged, replace(self.settings, data=self.feeds[0], shapes=None))
 
     @cached_property
     def _of_prompts(self) -> list[dict[str, Array]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -69,6 +69,9 @@ def search_command(
     metric: MetricOption = None,
     select: SelectOption = None,
     depth: DepthOption = None,
+    by: Annotated[
+        Literal["module", "class"], "Decide each module, or all modules of a class together."
+    ] = "module",
     trials: Annotated[int, count_option("Plans that are measured.")] = 50,
     sampler: Annotated[str, "tpe, nsga2, random or grid."] = "tpe",
     storage: Annotated[
@@ -116,6 +119,7 @@ def search_command(
                 **inputs,
                 select=select or None,
                 depth=depth,
+                by=by,
                 trials=trials,
                 sampler=sampler,
                 storage=storage,

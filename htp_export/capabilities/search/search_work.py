@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +30,9 @@ _COSTS = ("size", "bits", "latency", "time", "nonzeros")
 
 _FIELDS = {"size": "bytes", "latency": "latency_ms", "time": "time_ms"}
 """Objective → the field of a measurement, if its name differs."""
+
+_NO_LOSS = 1e-4
+"""The loss of a metric, as a share of its value, that is as good as none."""
 
 _MOST_NAMED = 3
 """Modules that the error of a plan lists: a plan has dozens."""
@@ -134,7 +136,7 @@ class SearchWork:
 
     def first_plans(self, fronts: Mapping[str, AdditiveFront], count: int) -> list[Decision]:
         """The plans to measure first: one choice for all modules, and plans along each front."""
-        plans = self._uniform()
+        plans = list(self.space.uniform().values())
         each_count = math.ceil(count / len(fronts))
         for front in fronts.values():
             points = [(size, error) for size, error, _ in front.points]
@@ -155,19 +157,16 @@ class SearchWork:
         plans: list[MeasuredPlan] = []
         for trial in self._study.complete():
             measured = Measurement.from_dict(trial.user_attrs["measured"])
-            plans.append(MeasuredPlan(trial.params, _values(measured)[cost], measured.error))
+            plans.append(MeasuredPlan(trial.params, _values(measured)[cost], self._loss(measured)))
         return [*refined_plans(plans, alone, count)]
 
-    def _uniform(self) -> list[Decision]:
-        """The decisions with one choice for all modules; modules that contain others stay."""
-        variables = self.space.variables
-        kept = dict.fromkeys(self.space.frames, kept_precision().name)
-        plans: list[Decision] = []
-        for name in dict.fromkeys(itertools.chain.from_iterable(variables.values())):
-            plan = {**dict.fromkeys(variables, name), **kept}
-            if all(plan[path] in names for path, names in variables.items()):
-                plans.append(plan)
-        return plans
+    def _loss(self, measured: Measurement) -> float:
+        """The number that plans next to the front lower: the error, or with the metric alone its loss."""
+        best = self._measurer.original.metric
+        if "error" in self._objectives or measured.metric is None or best is None:
+            return measured.error
+        # A plan that loses nothing has neighbours, too: a small loss can be scaled, zero cannot.
+        return max(best - measured.metric, abs(best) * _NO_LOSS)
 
     def measured(self, decision: Decision) -> tuple[Sequence[float], Mapping[str, Any]]:
         """The values of the objectives for a decision, and the whole measurement."""
@@ -203,8 +202,11 @@ class SearchWork:
     def results(self, fronts: Iterable[AdditiveFront]) -> tuple[Trial, ...]:
         """The finished trials of all processes, and the whole model with each choice."""
         trials = list(self.finished(fronts))
-        for name in dict.fromkeys(itertools.chain.from_iterable(self.space.variables.values())):
-            whole = self._whole(name)
+        labels: dict[str, None] = {}
+        for key, names in self.space.variables.items():
+            labels.update(dict.fromkeys(map(self.space.targets[key].label, names)))
+        for label in labels:
+            whole = self._whole(label)
             if whole is not None:
                 trials.append(whole)
         return tuple(trials)
@@ -212,7 +214,7 @@ class SearchWork:
     def finished(self, fronts: Iterable[AdditiveFront]) -> tuple[Trial, ...]:
         """The finished trials of all processes; nothing is measured."""
         of_front = [dict(plan) for front in fronts for _, _, plan in front.points]
-        uniform = self._uniform()
+        uniform = list(self.space.uniform().values())
         trials = []
         for trial in self._study.complete():
             decision = {path: str(trial.params[path]) for path in self.space.variables}
@@ -263,13 +265,13 @@ class SearchWork:
         from htp_export.capabilities.quantize.precisions import precisions_of
 
         precisions = precisions_of(trial.plan) if trial.plan else {}
-        treatment = Treatment(sparsities_of(trial.prune), precisions)
+        treatment = Treatment(sparsities_of(trial.prune).weights, precisions)
         measured = self._measurer.again(treatment.quantize, treatment.prune, repeats)
         return self._trial(trial.number, treatment, self._numbers(measured), trial.origin)
 
-    def _whole(self, name: str) -> Trial | None:
+    def _whole(self, label: str) -> Trial | None:
         """The whole model with one choice, including nodes outside the modules of the space."""
-        choice = self.space.choices[name]
+        choice = self.space.whole(label)
         removed = {".": choice.sparsity} if choice.sparsity else {}
         treatment = Treatment(removed, {".": choice.precision})
         try:

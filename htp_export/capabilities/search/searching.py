@@ -17,8 +17,14 @@ from htp_export.capabilities.search.search_results import (
 )
 from htp_export.capabilities.search.search_work import SearchWork
 from htp_export.capabilities.search.sensitivities import RANDOM_NOTE
-from htp_export.capabilities.search.spaces import Decision, SearchSpace, Space, read_space
-from htp_export.capabilities.search.studies import SAMPLERS, SharedStudy
+from htp_export.capabilities.search.spaces import (
+    By,
+    Decision,
+    SearchSpace,
+    Space,
+    read_space,
+)
+from htp_export.capabilities.search.studies import SharedStudy, check_sampler
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
@@ -61,6 +67,7 @@ def search(
     shapes: Mapping[str, Sequence[int]] | None = None,
     select: str | Sequence[str] | None = None,
     depth: int | None = None,
+    by: By = "module",
     trials: int = 50,
     sampler: str = "tpe",
     seed: int = 0,
@@ -93,9 +100,11 @@ def search(
             ``prune``, such as ``0.5``, ``"2:4"``, ``"rank:25%"`` or ``"drop"``; or both, as
             ``"2:4+int8"`` or ``{"prune": "2:4", "precision": "int8"}``. ``"fp32"`` leaves a module
             as it is; ``"auto"`` is one precision for all modules with this choice. Modules that are
-            only dropped or stay may contain others.
+            only dropped or stay may contain others. For a selector, also ``{"precision": "fixed",
+            "data": ["8.4", "6.2"], "weight": [...], "bias": [...]}``: the parts are decided apart.
         objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors),
-            ``bits`` (of weights, in the format of each), ``latency``, ``metric``, and
+            ``bits`` (stored bits of weights and moved bits of activations, in the format of each,
+            as in ``cost``), ``latency``, ``metric``, and
             ``nonzeros`` (elements of weights that are neither zero nor
             removed). For a decoder with a key-value cache, also ``tokens``, the share of greedy
             tokens that agree with the original's, and ``time``, in ms, of the loop that generates
@@ -106,6 +115,7 @@ def search(
         shapes: For random inputs: input name → shape.
         select: For choices alone: the modules, as for ``sensitivity``.
         depth: For choices alone: the level of the modules, as for ``sensitivity``.
+        by: ``"module"``, or ``"class"``: all modules of a class get the same choice.
         trials: Number of measured plans in the study.
         sampler: ``tpe``, ``nsga2``, ``random`` or ``grid``.
         seed: Seed of the sampler, and of random inputs.
@@ -152,8 +162,7 @@ def search(
     # study repeat all of them, and find the results of the others.
     settings = RunSettings(data, dims, shapes, seed, providers=providers, runs=runs)
     wanted = _check_objectives(objectives, metric)
-    if sampler not in SAMPLERS:
-        raise InputError(f"there is no sampler {sampler!r}; there are {', '.join(SAMPLERS)}")
+    check_sampler(sampler, {})
     check_whole("trials", trials, 1, MOST_RUNS)
     settings.check_timed_runs(1)
     if "latency" not in wanted:
@@ -162,7 +171,8 @@ def search(
     check_whole("new_tokens", new_tokens, 1, MOST_RUNS)
     tagged = read_flat(model)
     auto = AutoPrecision(tagged, settings)
-    choices = read_space(tagged, space, select, depth, auto)
+    choices = read_space(tagged, space, select, depth, auto, by)
+    check_sampler(sampler, choices.variables)
     if any(choice.is_quantized for choice in choices.choices.values()):
         tagged.require_exact_tags()
     samples = CalibrationData.of(settings, tagged.model, passes=2)
@@ -172,7 +182,14 @@ def search(
     if not {*OF_DECODERS}.isdisjoint(wanted):
         prompts = _prompts(tagged, samples, new_tokens, "time" in wanted)
         calibrating = replace(samples, given=list(map(prompts.decoder.first_feed, prompts.ids)))
-    measurer = Measurer(tagged, calibrating, metric, calibration=calibration, prompts=prompts)
+    measurer = Measurer(
+        tagged,
+        calibrating,
+        metric,
+        calibration=calibration,
+        prompts=prompts,
+        counts_moves="bits" in wanted,
+    )
     shared = SharedStudy(
         storage,
         study,

@@ -6,10 +6,18 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import onnx_ir as ir
 
+from htp_export.capabilities.search.decisions import (
+    FLOAT,
+    Parts,
+    Target,
+    by_class,
+    parts_of,
+    precision_of_parts,
+)
 from htp_export.errors import InputError, unknown_name
 from htp_export.format import tags
 from htp_export.format.call_tree import Part
@@ -24,11 +32,14 @@ if TYPE_CHECKING:
     from htp_export.capabilities.quantize.choosing import AutoPrecision
     from htp_export.capabilities.quantize.method import Precision
 
-Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
+Space: TypeAlias = Mapping[str, Any] | Sequence[Any]
 """Selector → choices of its modules; or the choices of all modules."""
 
+By: TypeAlias = Literal["module", "class"]
+"""Whether each module has a choice of its own, or all modules of a class have the same."""
+
 Decision: TypeAlias = Mapping[str, str]
-"""Module path → name of its choice."""
+"""Key of a variable, such as a module path → name of its choice."""
 
 
 N = TypeVar("N", "ModuleChoice", "Precision")
@@ -203,13 +214,16 @@ class SearchSpace:
     """The modules of a search and their choices.
 
     Attributes:
-        variables: Module path → names of its choices.
+        variables: Key of a variable → names of its choices. The key is the path of a module;
+            ``fc:weight`` of a part of it, ``class:Linear`` of all modules of a class.
         choices: Name → choice.
+        targets: Key of a variable → the modules, and the part of them, that it is about.
         problems: The reasons why choices were removed, a line each.
     """
 
     variables: Mapping[str, Sequence[str]]
     choices: Mapping[str, ModuleChoice]
+    targets: Mapping[str, Target]
     problems: tuple[str, ...] = field(default=())
 
     @property
@@ -227,17 +241,42 @@ class SearchSpace:
         """The space without one choice of a module."""
         left = tuple(other for other in self.variables[path] if other != name)
         problem = f"{path or '(root)'} in {name}: {reason}"
-        return SearchSpace({**self.variables, path: left}, self.choices, (*self.problems, problem))
+        variables = {**self.variables, path: left}
+        return replace(self, variables=variables, problems=(*self.problems, problem))
 
     def completed(self) -> SearchSpace:
         """The space in which modules without choices stay as they are."""
         stays = ModuleChoice()
         variables = {path: names or (stays.name,) for path, names in self.variables.items()}
-        return SearchSpace(variables, {stays.name: stays, **self.choices}, self.problems)
+        return replace(self, variables=variables, choices={stays.name: stays, **self.choices})
+
+    def uniform(self) -> dict[str, Decision]:
+        """Name of a choice → the decision in which all modules and parts have it; frames stay."""
+        frames = set(self.frames)
+        decisions: dict[str, dict[str, str]] = {}
+        for key, names in self.variables.items():
+            for name in names:
+                decisions.setdefault(self.targets[key].label(name), {})[key] = name
+        stays = dict.fromkeys(frames, kept_precision().name)
+        uniform: dict[str, Decision] = {}
+        for label, decision in decisions.items():
+            plan = {**decision, **stays}
+            complete = {key: plan[key] for key in self.variables if key in plan}
+            if all(complete.get(key) in names for key, names in self.variables.items()):
+                uniform[label] = complete
+        return uniform
+
+    def whole(self, label: str) -> ModuleChoice:
+        """The choice of the whole model with a label of `uniform`."""
+        if label in self.choices:
+            return self.choices[label]
+        target = next(target for target in self.targets.values() if target.part)
+        parts = [other.part for other in self.targets.values() if other.part]
+        return ModuleChoice(None, precision_of_parts(target.precision, dict.fromkeys(parts, label)))
 
     def treatment(self, decision: Decision) -> Treatment:
         """The plans of a decision, without the modules inside dropped ones."""
-        chosen = {path: self.choices.get(name) or ModuleChoice() for path, name in decision.items()}
+        chosen = self._chosen(decision)
         dropped = [path for path, choice in chosen.items() if choice.is_dropped]
         frames = set(self.frames)
         removed: dict[str, Sparsity] = {}
@@ -251,6 +290,25 @@ class SearchSpace:
             if path not in frames and not choice.is_dropped:
                 precisions[path or "."] = choice.precision
         return Treatment(removed, precisions)
+
+    def _chosen(self, decision: Decision) -> dict[str, ModuleChoice]:
+        """Module path → its choice."""
+        chosen: dict[str, ModuleChoice] = {}
+        parts: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        precisions: dict[str, str] = {}
+        for key, name in decision.items():
+            target = self.targets[key]
+            choice = self.choices.get(name) or ModuleChoice()
+            for path in target.paths:
+                if not target.part:
+                    chosen[path] = choice
+                    continue
+                value = target.label(name) if choice.is_quantized else FLOAT
+                parts[path][target.part] = value
+                precisions[path] = target.precision
+        for path, values in parts.items():
+            chosen[path] = ModuleChoice(None, precision_of_parts(precisions[path], values))
+        return chosen
 
 
 def _has_modules_inside(path: str, paths: Iterable[str]) -> bool:
@@ -268,6 +326,7 @@ def read_space(
     select: str | Sequence[str] | None,
     depth: int | None,
     auto: AutoPrecision,
+    by: By = "module",
 ) -> SearchSpace:
     """The modules of a space and their choices, as far as the graph allows them.
 
@@ -277,45 +336,81 @@ def read_space(
         select: For the former: the modules.
         depth: For the former: the level of the modules.
         auto: Replaces the precision ``auto``.
+        by: Whether each module is decided, or each class of modules.
     """
+    if by not in ("module", "class"):
+        raise InputError(f"by is {by!r}: there are 'module' and 'class'")
     choices: dict[str, ModuleChoice] = {}
     selectors: dict[str, str] = {}  # module → the selector of its choices
-    names_of: dict[str, list[str]] = {}
+    parts_by_selector: dict[str, Parts] = {}
+    names_by_selector: dict[str, list[str]] = {}
     if isinstance(space, Mapping):
         if select is not None or depth is not None:
             raise InputError("a space by selector says which modules; give no select or depth")
         if not space:
             raise InputError("the space is empty; give selectors and precisions")
-        names_by_selector = {
-            selector: _choices_of(values, choices, auto) for selector, values in space.items()
-        }
         last: dict[str, str] = {}
-        for selector in names_by_selector:
+        for selector, values in space.items():
+            parts = parts_of(values)
+            if parts is None:
+                names_by_selector[selector] = _choices_of(values, choices, auto)
+            else:
+                parts_by_selector[selector] = parts
             paths = tags.innermost(deciding_modules(tagged, selector))
             last |= dict.fromkeys(paths, selector)
         selectors = {path: last[path] for path in tagged if path in last}
-        names_of = {path: names_by_selector[selector] for path, selector in selectors.items()}
     else:
-        names = _choices_of(space, choices, auto)
+        names_by_selector[""] = _choices_of(space, choices, auto)
         paths = tags.innermost(deciding_modules(tagged, select, depth))
         selectors = dict.fromkeys(paths, "")
-        names_of = dict.fromkeys(paths, names)
-    _check_nesting(names_of, choices)
-    variables = {path: tuple(names) for path, names in names_of.items()}
-    return _prunable(tagged, SearchSpace(variables, choices), selectors)
+    whole = {path: each for path, each in selectors.items() if each in names_by_selector}
+    variables = {path: tuple(names_by_selector[each]) for path, each in whole.items()}
+    _check_nesting(variables, choices, [path for path in selectors if path not in whole])
+    targets = {path: Target((path,)) for path in variables}
+    found = _prunable(tagged, SearchSpace(variables, choices, targets), whole)
+    found = _with_parts(
+        found, {path: parts_by_selector.get(each) for path, each in selectors.items()}
+    )
+    if by == "module":
+        return found
+    if found.frames:
+        raise InputError("by class: modules of the space lie in others; decide them by module")
+    grouped, of_class = by_class(tagged, found.variables, found.targets, selectors)
+    return replace(found, variables=grouped, targets=of_class)
+
+
+def _with_parts(space: SearchSpace, parts: Mapping[str, Parts | None]) -> SearchSpace:
+    """Add the variables of parts of modules, in the order of the modules."""
+    variables: dict[str, Sequence[str]] = {}
+    targets: dict[str, Target] = {}
+    choices = dict(space.choices)
+    for path, of_module in parts.items():
+        if of_module is None:
+            variables[path], targets[path] = space.variables[path], space.targets[path]
+            continue
+        for part, precisions in of_module.choices.items():
+            key = f"{path or '.'}:{part}"
+            variables[key] = tuple(precisions)
+            targets[key] = Target((path,), of_module.precision, part)
+            for name, precision in precisions.items():
+                choices[name] = ModuleChoice(None, precision)
+    return replace(space, variables=variables, choices=choices, targets=targets)
 
 
 def _check_nesting(
-    names_of: Mapping[str, Sequence[str]], choices: Mapping[str, ModuleChoice]
+    names_of: Mapping[str, Sequence[str]],
+    choices: Mapping[str, ModuleChoice],
+    others: Sequence[str] = (),
 ) -> None:
     """Raise an `InputError` for modules inside each other: a weight would have two choices.
 
-    Modules that are only dropped or stay may contain others.
+    Modules that are only dropped or stay may contain others; ``others`` are changed, too.
     """
     harmless = {
         name for name, choice in choices.items() if choice.is_dropped or choice == ModuleChoice()
     }
     changing = [path for path, names in names_of.items() if not harmless.issuperset(names)]
+    changing += others
     for path in changing:
         around = _module_around(path, changing)
         if around is not None:

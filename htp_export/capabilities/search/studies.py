@@ -45,6 +45,9 @@ _PROBLEM = "problem"
 _MOST_RETRIES = 3
 """How often a trial is repeated: one that kills every process that runs it must end."""
 
+_LARGEST_GRID = 1_000_000
+"""Combinations of a grid: Optuna keeps a list of them, of about 100 bytes each."""
+
 Measured: TypeAlias = tuple[Sequence[float], Mapping[str, Any]]
 Measure: TypeAlias = Callable[[Mapping[str, str]], Measured]
 """Parameters → the values of the objectives, and attributes of the trial."""
@@ -136,6 +139,18 @@ def _opened(optuna: Any, named: str, grace: float) -> Any:
         grace_period=max(interval, math.ceil(grace)),
         **{argument: callback},
     )
+
+
+def check_sampler(sampler: str, space: Mapping[str, Sequence[str]]) -> None:
+    """Raise an `InputError` for an unknown sampler, and for a grid that is too large for Optuna."""
+    if sampler not in SAMPLERS:
+        raise InputError(f"there is no sampler {sampler!r}; there are {', '.join(SAMPLERS)}")
+    combinations = math.prod(map(len, space.values()))
+    if sampler == "grid" and combinations > _LARGEST_GRID:
+        raise InputError(
+            f"the sampler 'grid' lists all combinations of choices, of which there are {combinations:,}, and at "
+            f"most {_LARGEST_GRID:,}: give fewer choices, decide by class, or take another sampler"
+        )
 
 
 class KeptRuns:

@@ -34,14 +34,26 @@ from htp_export.format.recipes import CONSTANT
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.weights.fixed_point import FIXED_BITS, FixedFormat
-from htp_export.weights.products import weight_axes
+from htp_export.weights.products import weight_axes, weight_place
 
 _FLOAT = "float32"
 _PARTS = {"data": "activation", "weight": "weight", "bias": "bias"}
 """Part of a module in plans → the field, or option, of `Precision` with its type."""
 
 _DATA, _WEIGHT, _BIAS = range(3)
-"""The places of the parts among the inputs of a ``Gemm`` or a convolution."""
+"""The parts of a product, in the order of the inputs of a ``Gemm`` or a convolution."""
+
+_PRODUCT = {0: _DATA, 1: _WEIGHT, 2: _BIAS}
+_RECURRENT = {0: _DATA, 1: _WEIGHT, 2: _WEIGHT, 3: _BIAS}
+_PLACES: Mapping[str, Mapping[int, int]] = {
+    **dict.fromkeys(("MatMul", "Gemm", *CONVOLUTIONS), _PRODUCT),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _RECURRENT),
+    "Gather": {0: _WEIGHT},
+}
+"""Operator → place among its inputs → part. The indices of a table have no format."""
+
+_BY_ROWS = frozenset(("MatMul", "Gemm"))
+"""Operators that ONNX Runtime fuses with the other layout of their matrix."""
 
 
 class Fixed(Method):
@@ -50,6 +62,7 @@ class Fixed(Method):
     activations = (_FLOAT, *FIXED_BITS)
     weights = (_FLOAT, *FIXED_BITS)
     options = ("bias",)
+    parts = tuple(_PARTS)
 
     @classmethod
     def fields_in(cls, texts: Iterable[str]) -> dict[str, Any]:
@@ -100,12 +113,9 @@ class Fixed(Method):
         return {place: FixedFormat.of(kind) for place, kind in enumerate(kinds) if kind != _FLOAT}
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        """Whether it is a product with a stored weight, or the sum with the bias of one."""
+        """Whether it is a product with a stored weight, a table, or the sum with the bias of one."""
         if _is_product(node, facts):
-            parts = [_DATA, _WEIGHT]
-            if len(node.inputs) > _BIAS and constant_of(node.inputs[_BIAS]) is not None:
-                parts.append(_BIAS)
-            return not self._formats.keys().isdisjoint(parts)
+            return not self._formats.keys().isdisjoint(_present_parts(node))
         return _BIAS in self._formats and _bias_place(node, facts) is not None
 
     def bytes_of(
@@ -152,11 +162,24 @@ def _type_of(name: str, part: str, value: Any) -> str:
 
 
 def _is_product(node: ir.Node, facts: Facts) -> bool:
-    """Whether a node multiplies floats by a stored weight."""
-    if not is_standard(node, "MatMul", "Gemm", *CONVOLUTIONS) or not facts.has_floats(node):
+    """Whether a node multiplies floats by a stored weight, or looks up rows of one."""
+    if not is_standard(node, *_PLACES) or not facts.has_floats(node):
         return False
-    weight = constant_of(node.inputs[_WEIGHT])
-    return weight is not None and weight.dtype == ir.DataType.FLOAT
+    weight = constant_of(node.inputs[weight_place(node)])
+    if weight is None or weight.dtype != ir.DataType.FLOAT:
+        return False
+    is_table = node.op_type == "Gather"
+    return not is_table or (len(weight.shape) == 2 and not node.attributes.get_int("axis", 0))
+
+
+def _present_parts(node: ir.Node) -> set[int]:
+    """The parts of a product: its data, and the stored tensors that it reads."""
+    parts: set[int] = set()
+    for place, part in _PLACES[node.op_type].items():
+        value = node.inputs[place] if place < len(node.inputs) else None
+        if part == _DATA or constant_of(value) is not None:
+            parts.add(part)
+    return parts
 
 
 def _bias_place(node: ir.Node, facts: Facts) -> int | None:
@@ -185,7 +208,7 @@ def _bias_place(node: ir.Node, facts: Facts) -> int | None:
 def _part(node: ir.Node, place: int) -> int:
     """The part that an input of a taken node is; the constant of an ``Add`` is the bias."""
     if node.op_type != "Add":
-        return place
+        return _PLACES[node.op_type].get(place, -1)
     return _BIAS if constant_of(node.inputs[place]) is not None else -1
 
 
@@ -207,7 +230,7 @@ class _Writer:
                 node.replace_input_with(place, self._computed(node, value, known))
             elif value.const_value is not None:
                 store = partial(self._stored, node, known)
-                if part == _WEIGHT:
+                if node.op_type in _BY_ROWS and part == _WEIGHT:
                     store_by_rows(self._graph, node, store)
                 else:
                     node.replace_input_with(place, store(value))
