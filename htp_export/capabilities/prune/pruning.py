@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.alignment.origin_map import renew_map
 from htp_export.capabilities.prune.coupled_axes import Axis
 from htp_export.capabilities.prune.coupling import Coupling, StopError
 from htp_export.capabilities.prune.low_rank import factorise, why_not
@@ -114,6 +115,7 @@ def prune(
     rules = sparsities_of(plan)
     tagged = read_for_change(model)
     external = has_external_data(tagged.model)
+    had_map = tags.MAP in tagged.model.metadata_props
     scores = Scores(None if method == "l1" else seed)
     dropped: set[str] = set()
     for selector, value in rules.items():
@@ -122,6 +124,7 @@ def prune(
     wanted = assigned(tagged, rules)
     together = scope == "global"
     result = _pruned(tagged, wanted, dropped, scores, together=together, strict=strict)
+    renew_map(result.model, had_map=had_map)
     if output is not None:
         write_model(result.model, output, True if external else None)
     return result
