@@ -32,7 +32,6 @@ from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.lineage.difference import PassDifference
-from htp_export.lineage.records import changes_are_checked
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel
@@ -342,25 +341,10 @@ class Pipeline:
         tensors = map(books.tensor, account.held)
         held = {value for value in tensors if value is not None}
         try:
-            # Passes with barriers, and those of libraries, see another graph than the others.
-            shares = not held and not account.info.may_fail
-            with (
-                shared_shapes(self._shapes if shares else None),
-                _barriers(books.model.graph, held),
-                without_defaults(books.model.graph) as restore_defaults,
-            ):
-                result = account.info.make()(books.model)
-            if held:  # the pass may have returned a new graph, with copies of them
-                _remove_barriers(result.model.graph)
-            restore_defaults(result.model.graph)
+            result = self._result(account, books.model, held)
             books.model = result.model
-            if isinstance(result, LibraryResult):
-                account.left = result.left
-            if result.modified or not shares:
-                self._shapes.clear()
             if not result.modified:
-                if changes_are_checked():
-                    books.check_unchanged()
+                books.check_unchanged()
                 return False, {}, {}
             fused = books.settle()
             return True, books.changes(), fused
@@ -370,6 +354,27 @@ class Pipeline:
             finished = [one for one in self._accounts if one.seen >= 0 and not one.rolled_back]
             ran = [one.info.name for one in finished]
             raise PassError(account.info.name, ran, error) from error
+
+    def _result(
+        self, account: _Account, model: ir.Model, held: Collection[ir.Value]
+    ) -> ir.passes.PassResult:
+        """Run a pass with barriers at some tensors."""
+        # Passes with barriers, and those of libraries, see another graph than the others.
+        shares = not held and not account.info.may_fail
+        with (
+            shared_shapes(self._shapes if shares else None),
+            _barriers(model.graph, held),
+            without_defaults(model.graph) as restore_defaults,
+        ):
+            result = account.info.make()(model)
+        if held:  # the pass may have returned a new graph, with copies of them
+            _remove_barriers(result.model.graph)
+        restore_defaults(result.model.graph)
+        if isinstance(result, LibraryResult):
+            account.left = result.left
+        if result.modified or not shares:
+            self._shapes.clear()
+        return result
 
     @property
     def reports(self) -> tuple[PassReport, ...]:
