@@ -111,7 +111,7 @@ class Activations(Static):
             precision = dataclasses.replace(precision, options=options)
 
             def metric(made: onnx.ModelProto) -> float:
-                return control.with_part(work.model, part, made)
+                return control.with_part(work.changed, part, made)
 
         original = part.proto()
         _put_onnx_first(original)  # NNCF takes the first opset for that of ONNX

@@ -282,10 +282,11 @@ def run_repair(size: int) -> None:
     record.outputs, record.graph_outputs = [last], {last}
     start = time.perf_counter()
     tags = make_tags(record, Hierarchy(infos))
+    of_nodes = list(tags.of_nodes())
     spent = time.perf_counter() - start
     written = sum(
-        len(key) + len(value) for entry in tags.nodes for key, value in entry.items()
-    ) / len(tags.nodes)
+        len(key) + len(value) for entry in of_nodes for key, value in entry.items()
+    ) / len(of_nodes)
     print(
         f"{len(record.nodes)} nodes, {len(infos)} modules: {spent:.2f} s; {written:.0f} bytes of metadata a node"
     )

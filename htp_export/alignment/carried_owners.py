@@ -13,15 +13,14 @@ from htp_export.alignment.alignment import Alignment
 from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode, summarize
 from htp_export.alignment.origin_map import Origin
 from htp_export.alignment.replaced_nodes import ReplacedNodes, replaced_nodes
-from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature, is_unread, renamed_signatures
 from htp_export.format.tags import Reason
 from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
-from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work, write_owners
+from htp_export.lineage.owner_rule import OwnerRule, Replacement, Work
+from htp_export.lineage.tagging import ModelTags, Owned
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import SIZES_ONLY, base_op
@@ -157,9 +156,6 @@ def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, N
     }
 
 
-_IR_VERSION = 10  # the first with metadata on nodes
-
-
 def tag(
     model: ir.Model,
     nodes: Sequence[ir.Node],
@@ -176,16 +172,14 @@ def tag(
     contamination = list(
         dict.fromkeys((path, names[value], leaves) for path, value, leaves in crossing)
     )
-    write_owners(nodes, owned, hierarchy.called)
-    for key in tags.MODEL_KEYS:
-        model.metadata_props.pop(key, None)
-    signatures = evidence.signatures()
-    write_model_metadata(
-        model.metadata_props, hierarchy, signatures=signatures, contamination=contamination
+    found = ModelTags.of(
+        owned,
+        hierarchy,
+        signatures=evidence.signatures(),
+        contamination=contamination,
+        lasting=origin.lasting,
     )
-    model.metadata_props.update(origin.lasting)
-    model.graph.name = hierarchy.root.simple_class or model.graph.name
-    model.ir_version = max(model.ir_version, _IR_VERSION)
+    found.write(model, nodes)
     return hierarchy, contamination
 
 

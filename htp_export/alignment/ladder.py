@@ -21,7 +21,7 @@ from htp_export.alignment.proved_owners import ProvedOwners
 from htp_export.alignment.replaced_nodes import replaced_nodes
 from htp_export.alignment.unnamed_alignment import UnnamedAlignment, input_pairs, without_names
 from htp_export.format.tags import Reason, below
-from htp_export.lineage.owner_rule import Owned
+from htp_export.lineage.tagging import Owned
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.settings import DEFAULTS, RunSettings
 

@@ -34,7 +34,8 @@ from htp_export.format.json_text import parse_json
 from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.regions import all_nodes
+from htp_export.model.tagged import ModelSource, TaggedModel, for_change, load
 
 # Limits of untrusted text, in bytes of decompressed JSON.
 _LARGEST = 1 << 28  # of any map; a million nodes take about 30 million
@@ -242,8 +243,9 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
 
     `carry` can then restore the tags without this model. The map takes about 30 bytes a node:
     operators, names and shapes of tensors, and owners; no weights. Nearly all tools keep it.
-    `carry` and the adapters in ``htp_export.tools`` rewrite it; passes and ``splice`` remove it,
-    because it describes the graph as it is now.
+    It describes the graph as it is now: passes, ``quantize``, ``splice`` and ``lora.insert`` remove
+    it; `carry`, the adapters in ``htp_export.tools``, and all other functions that write a changed
+    file rewrite it.
 
     Thread-safe, also for calls on the same model.
 
@@ -283,12 +285,21 @@ def tagged_model(source: ModelSource) -> ir.Model:
     """
     tagged = load(source)
     tagged.require_exact_tags()
-    return tagged.model if isinstance(source, str | os.PathLike) else tagged.model.clone()
+    return for_change(tagged, source).model
 
 
 def map_of(model: ir.Model) -> str:
     """Return the map of a tagged model's flat graph: a tool may inline module functions."""
     return map_to_text(_tagged_summary(read_flat(model, others=False).model))
+
+
+def renew_map(model: ir.Model, *, had_map: bool) -> None:
+    """Write the map of a changed model, in place, if the model had one before the change.
+
+    If nodes have no tags, nothing is written: a map of the model before can still restore them.
+    """
+    if had_map and all(tags.MODULE in node.metadata_props for node in all_nodes(model)):
+        model.metadata_props[tags.MAP] = map_of(model)
 
 
 def module_functions(model: ir.Model) -> set[ir.OperatorIdentifier]:

@@ -20,7 +20,7 @@ from htp_export.alignment.replaced_nodes import replaced_nodes
 from htp_export.alignment.unnamed_alignment import UnnamedAlignment
 from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason, common_ancestor, is_under
-from htp_export.lineage.owner_rule import Owned
+from htp_export.lineage.tagging import Owned
 from htp_export.shapes.operator_kinds import IN_PLACE, LAYOUT, SIZES_ONLY, base_op, moves, resembles
 
 

@@ -16,7 +16,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import lora_of_inputs, write_lora
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
-from htp_export.lineage.owner_rule import Owned
+from htp_export.lineage.tagging import Owned
 from htp_export.model.cutting import Cut, same_dimensions
 from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import TaggedModel

@@ -26,8 +26,8 @@ from htp_export.format.parameters import ModuleParameters
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
 from htp_export.lineage.difference import PassDifference, Snapshot
-from htp_export.lineage.owner_rule import Owned
 from htp_export.lineage.records import Change, changes_are_checked
+from htp_export.lineage.tagging import Owned
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import Names
@@ -230,12 +230,15 @@ class Edit:
     def finish(self) -> TaggedModel:
         """Write the metadata of modules if it changed, and read the model again.
 
+        The map of `htp_export.embed_map` is removed: it describes the graph before the edit.
+
         Raises:
             HtpExportError: If a node that was added has no owner.
         """
         self._check_owners()
         if self._checked is not None:
             PassDifference.between(self._checked, Snapshot(self.tagged.model)).check_records()
+        self.tagged.model.metadata_props.pop(tags.MAP, None)
         if self._description() != self._before:
             self._write()
         return self.tagged.refresh(self._hierarchy)

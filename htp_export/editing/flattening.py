@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,6 +18,7 @@ from htp_export.editing.function_records import (
     Record,
     Records,
     entry_of,
+    give_tags_of_call,
     restore,
 )
 from htp_export.errors import InputError
@@ -28,7 +28,7 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import all_nodes, all_values
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tagged import ModelSource, TaggedModel, for_change, load
 from htp_export.model.tensor_names import UsedNames, rename
 from htp_export.shapes.operator_kinds import reads_of
 
@@ -61,8 +61,7 @@ def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
 
 def read_for_change(source: ModelSource) -> TaggedModel:
     """Read a model for changes, without functions of `functions`; one in memory is copied."""
-    tagged = read_flat(source, others=False)
-    return tagged if isinstance(source, str | os.PathLike) else tagged.clone()
+    return for_change(read_flat(source, others=False), source)
 
 
 def flattened(tagged: TaggedModel) -> tuple[ir.Model, dict[str, int]]:
@@ -237,11 +236,7 @@ def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
 
 
 def _inline_others(model: ir.Model) -> dict[str, int]:
-    """Inline functions that were in the exported model, or that another tool made.
-
-    A node keeps its own tags, unless they are outside the modules of the call: then the function
-    serves several modules.
-    """
+    """Inline functions that were in the exported model, or that another tool made."""
     if not model.functions:
         return {}
     called = {f"{domain}::{name}": 0 for domain, name, _ in model.functions}
@@ -261,10 +256,5 @@ def _inline_others(model: ir.Model) -> dict[str, int]:
     model.functions.clear()
     for node in all_nodes(model):
         caller = json.loads(node.metadata_props.pop(_CALLER, "{}"))
-        own_paths, around = tags.owners_of(node.metadata_props), tags.owners_of(caller)
-        if not around:
-            continue
-        is_inside = bool(own_paths) and all(tags.is_under_any(path, around) for path in own_paths)
-        if not is_inside:
-            tags.tag_node(node.metadata_props, caller)
+        give_tags_of_call(node, caller)
     return called

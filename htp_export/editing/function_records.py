@@ -19,7 +19,7 @@ from htp_export.format.bounds import number_in
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
-from htp_export.lineage.owner_rule import Owned
+from htp_export.lineage.tagging import Owned
 from htp_export.model.tensor_names import rename
 from htp_export.shapes.operator_kinds import subgraphs
 
@@ -137,6 +137,19 @@ def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
         raise ValueError(
             f"{tags.FUNCTIONS}: what it says of node {node.name!r} cannot be read: {error}"
         ) from error
+
+
+def give_tags_of_call(node: ir.Node, caller: Mapping[str, str]) -> None:
+    """Give an inlined node the tags of the call, unless its own owners are inside those of the call.
+
+    A function with nodes of other modules serves several modules.
+    """
+    own_paths, around = tags.owners_of(node.metadata_props), tags.owners_of(caller)
+    if not around:
+        return
+    is_inside = bool(own_paths) and all(tags.is_under_any(path, around) for path in own_paths)
+    if not is_inside:
+        tags.tag_node(node.metadata_props, caller)
 
 
 def _change(metadata: dict[str, str], changes: Mapping[str, str | None]) -> None:

@@ -22,11 +22,11 @@ from htp_export.editing.editing import replace_uses
 from htp_export.format import tags
 from htp_export.format.recipes import step
 from htp_export.lineage.records import record_replacement
+from htp_export.model.copies import Copied
 from htp_export.model.hashes import same_numbers
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.recipes import recipe_of, recorded
-from htp_export.model.regions import all_values, twins_of
 from htp_export.model.tensor_names import Names, rename
 from htp_export.shapes.operator_kinds import with_subgraphs, without_copies
 from htp_export.shapes.symbolic import Symbolic
@@ -206,21 +206,24 @@ def _describe(value: ir.Value, known: ir.Value) -> None:
     value.shape = known.shape if tensor is None else ir.Shape(tensor.shape.numpy())
 
 
-def in_copy(part: Submodel, whole: ir.Model, copy: ir.Model) -> Submodel:
+def in_copy(part: Submodel, copied: Copied) -> Submodel:
     """The same part of a copy of the whole."""
-    values = {str(value.name): value for value in all_values(copy.graph)}
-    twin = twins_of(whole, copy)
 
-    def twins(named: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
-        return {name: values[str(value.name)] for name, value in named.items()}
+    def copies(named: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
+        found: dict[str, ir.Value] = {}
+        for name, value in named.items():
+            copy = copied.value_of(value)
+            assert copy is not None  # the part is one of the whole
+            found[name] = copy
+        return found
 
     return replace(
         part,
-        nodes={name: twin[node] for name, node in part.nodes.items()},
-        inputs=twins(part.inputs),
-        outputs=twins(part.outputs),
-        weights=twins(part.weights),
-        results=twins(part.results),
+        nodes={name: copied.copy_of[node] for name, node in part.nodes.items()},
+        inputs=copies(part.inputs),
+        outputs=copies(part.outputs),
+        weights=copies(part.weights),
+        results=copies(part.results),
     )
 
 

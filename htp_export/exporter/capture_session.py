@@ -29,15 +29,13 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
 from htp_export.format.torch_metadata import source_lines, write_source
-from htp_export.lineage.owner_rule import NO_OWNERS, node_metadata, write_owners
+from htp_export.lineage.tagging import IR_VERSION, remove_tags
 from htp_export.process.restoring import (
     Changes,
     hold_collection,
     set_variable,
     turn_attention_fast_path_off,
 )
-
-IR_VERSION = 10  # the first one with metadata of nodes
 
 
 @dataclass(frozen=True)
@@ -68,15 +66,10 @@ def write_tags(captured: Captured, model: ir.Model) -> None:
         new_tags = make_tags(record, hierarchy, captured.parameters)
     with seam("finding how the weights were made"):
         capture.write_recipes(model)
-    write_owners(nodes, new_tags.owners, new_tags.called)
     with seam("finding the line of the model that created each node"):
         for node in nodes:
             _write_source(node)
-    for key in tags.MODEL_KEYS:
-        model.metadata_props.pop(key, None)
-    model.metadata_props.update(new_tags.model)
-    model.graph.name = new_tags.graph_name
-    model.ir_version = max(model.ir_version, IR_VERSION)
+    new_tags.write(model, nodes)
 
 
 def _write_source(node: ir.Node) -> None:
@@ -145,11 +138,10 @@ def _output_names(node: ir.Node) -> list[str | None]:
 
 
 def _untag(model: ir.Model) -> None:
-    for node in nodes_of_model(model):
-        NO_OWNERS.write(node.metadata_props, ())
+    nodes = list(nodes_of_model(model))
+    remove_tags(model, nodes)
+    for node in nodes:
         write_source(node.metadata_props, None)
-    for key in tags.MODEL_KEYS:
-        model.metadata_props.pop(key, None)
 
 
 # key in the ``meta`` of FX nodes, which is kept when a graph is copied or changed
@@ -315,8 +307,7 @@ class TorchScript:
         with seam("finding the owners of each node"):
             hierarchy = self.names.hierarchy or Hierarchy([ModuleInfo("", "")])
             new_tags = make_tags(record, hierarchy, self.names.parameters)
-        by_node = node_metadata(new_tags.owners, new_tags.called)
-        for node, metadata in zip(nodes, by_node, strict=True):
+        for node, metadata in zip(nodes, new_tags.of_nodes(), strict=True):
             for key, value in metadata.items():
                 node.metadata_props.add(key=key, value=value)
             source = self.capture.sources.get(node.output[0]) if node.output else None

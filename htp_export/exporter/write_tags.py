@@ -16,12 +16,11 @@ from htp_export.exporter.owners import Flow, Ownership, assign, needed, varying
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
 from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
-from htp_export.lineage.owner_rule import Owned
+from htp_export.lineage.tagging import ModelTags, Owned
 from htp_export.model.boundaries import Boundaries
 
 
@@ -308,21 +307,11 @@ class ExportEvidence(FateEvidence[Key]):
         return dict.fromkeys(working or paths)
 
 
-@dataclass(frozen=True)
-class Tags:
-    """The tags and the metadata of one exported model."""
-
-    owners: list[Owned]  # the owners of each node, in the order of the record's nodes
-    called: Collection[str]  # the paths of the modules that ran
-    model: dict[str, str]  # metadata of the model
-    graph_name: str  # the main graph's name: the root's class
-
-
 def make_tags(
     record: Record,
     hierarchy: Hierarchy,
     parameters: Mapping[str, ModuleParameters] | None = None,
-) -> Tags:
+) -> ModelTags:
     """Find the owners and fates of a record, and encode them in the file format.
 
     ``hierarchy`` has no calls and fates yet; ``parameters``: module path → its parameters, if
@@ -335,16 +324,14 @@ def make_tags(
     fused = {place for place, owner in enumerate(owners) if owner.reason == Reason.FUSED}
     evidence = ExportEvidence(record, works, flow, fused)
     tree, unknown = find_fates(hierarchy, evidence)
-    metadata: dict[str, str] = {}
-    write_model_metadata(
-        metadata,
+    return ModelTags.of(
+        _owned(owners, works, calls),
         tree,
         calls=calls,
         signatures=_signatures(record, evidence),
         parameters=parameters,
         contamination=[(path, _name_of(key), leaves) for path, key, leaves in unknown],
     )
-    return Tags(_owned(owners, works, calls), tree.called, metadata, tree.root.simple_class)
 
 
 def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:

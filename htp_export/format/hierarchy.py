@@ -103,7 +103,7 @@ class ModuleInfo:
     def counted(self, calls: int) -> ModuleInfo:
         """Return the module with another number of calls; its fate becomes ``uncalled`` if that is 0 now."""
         if self.calls and not calls:
-            return replace(self, calls=0, fate=Fate.UNCALLED, fused_with=())
+            return replace(self, calls=0, fate=Fate.of_calls(0), fused_with=())
         return replace(self, calls=calls)
 
 

@@ -16,12 +16,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import onnx_ir as ir
 
 from htp_export.errors import HtpExportError
-from htp_export.lineage.owner_rule import NO_OWNERS, Owned, OwnerRule, Replacement, Work
+from htp_export.lineage.owner_rule import OwnerRule, Replacement, Work
 from htp_export.lineage.records import last_replacement_of, replacement_of
+from htp_export.lineage.tagging import NO_OWNERS, Owned
 from htp_export.model.boundaries import dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import (
     LAYOUT,
@@ -39,8 +41,7 @@ from htp_export.shapes.schemas import settings
 _Slots = Sequence[ir.Value | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     """A node at the time of a snapshot.
 
     ``metadata`` is that of the node itself, which does not change after its removal.
@@ -393,10 +394,10 @@ class _NodesAfter:
         return node.op_type in SIZES_ONLY
 
 
-def update_owners(
+def owners_after(
     difference: PassDifference, rule: OwnerRule, part: Collection[ir.Node] | None = None
-) -> None:
-    """Tag nodes that a change added or merged others into; set ``merged`` of the difference.
+) -> dict[ir.Node, Owned]:
+    """The owners of nodes that a change added or merged others into; set ``merged`` of the difference.
 
     Args:
         difference: The change.
@@ -421,8 +422,7 @@ def update_owners(
         )
         replacements = []
     owned = rule.owners(replacements, owned, added, _NodesAfter(difference.after))
-    for node in new:
-        owned.get(node, NO_OWNERS).write(node.metadata_props, rule.calls.called)
+    return {node: owned.get(node, NO_OWNERS) for node in new}
 
 
 class _Replacements:

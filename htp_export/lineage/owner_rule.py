@@ -17,24 +17,14 @@ of them:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Generic, Protocol, TypeVar
-
-import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason
+from htp_export.lineage.tagging import Owned
 from htp_export.model.neighbours import reached
 
 Node = TypeVar("Node")
@@ -66,69 +56,6 @@ class Work:
         return cls(
             tags.owners_of(metadata), tags.encoded_calls(metadata), metadata.get(tags.REASON, "")
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """The owners of one node after a change.
-
-    Attributes:
-        paths: The owners' module paths, in order of execution.
-        reason: A `Reason`.
-        call: Their calls, as of ``tags.encoded_calls``.
-        kept: Whether the node has these tags already.
-    """
-
-    paths: tuple[str, ...]
-    reason: str
-    call: str = ""
-    kept: bool = False
-
-    @classmethod
-    def of(cls, metadata: Mapping[str, str]) -> Owned:
-        """Read the owners from the metadata of a node."""
-        return cls(
-            tags.owners_of(metadata), metadata.get(tags.REASON, ""), tags.encoded_calls(metadata)
-        )
-
-    def metadata(self, called: Collection[str]) -> dict[str, str]:
-        """Return the tags of a node with these owners; ``called``: paths of modules that ran.
-
-        Examples:
-            >>> Owned(("fc",), "inserted").metadata({"", "fc"})
-            {'htp.module': 'fc', 'htp.reason': 'inserted', 'namespace': 'fc'}
-        """
-        return tags.node_tags(self.paths, self.reason, called, self.call)
-
-    def write(self, metadata: MutableMapping[str, str], called: Collection[str]) -> None:
-        """Replace the tags of a node by these owners; without owners, remove them.
-
-        Tags without a namespace, which only viewers need, get none.
-        """
-        is_short = tags.MODULE in metadata and tags.NAMESPACE not in metadata
-        tags.tag_node(metadata, self.metadata(called) if self.paths else {})
-        if is_short:
-            metadata.pop(tags.NAMESPACE, None)
-
-
-NO_OWNERS = Owned((), "")
-"""For a node without tags."""
-
-
-def node_metadata(owned: Iterable[Owned], called: Collection[str]) -> Iterator[Mapping[str, str]]:
-    """The tags of many nodes, in order; nodes with equal owners share one mapping."""
-
-    @cache
-    def metadata(owners: Owned) -> Mapping[str, str]:
-        return owners.metadata(called) if owners.paths else {}
-
-    return map(metadata, owned)
-
-
-def write_owners(nodes: Iterable[ir.Node], owned: Iterable[Owned], called: Collection[str]) -> None:
-    """Replace the tags of many nodes, each by its owners."""
-    for node, entry in zip(nodes, node_metadata(owned, called), strict=True):
-        tags.tag_node(node.metadata_props, entry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ def record_replacement(old: ir.Value, new: ir.Value) -> None:
 
 def replacement_of(value: ir.Value) -> ir.Value | None:
     """The value that was recorded to replace another one; None without a record."""
-    found: ir.Value | None = value.meta.get(_REPLACED_BY)
+    # Most values have no record: looking up a missing key of ``meta`` itself raises an error inside.
+    found: ir.Value | None = value.meta.data.get(_REPLACED_BY)
     return found
 
 

@@ -16,12 +16,13 @@ from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature, is_unread, renamed_signatures
-from htp_export.lineage.difference import PassDifference, Snapshot, update_owners
+from htp_export.lineage.difference import PassDifference, Snapshot, owners_after
 from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
 from htp_export.lineage.owner_rule import OwnerRule
 from htp_export.lineage.records import changes_are_checked
 from htp_export.model.boundaries import BOUNDARY
-from htp_export.model.regions import GraphIndex
+from htp_export.model.copies import Copied
+from htp_export.model.regions import GraphIndex, all_nodes
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import names_now, separate_names
 from htp_export.shapes.operator_kinds import without_copies
@@ -144,7 +145,7 @@ class Bookkeeping:
         self.model, self._source = tagged.model, tagged.source
         self.hierarchy = tagged.hierarchy
         order: dict[str, int] = {}
-        for place, node in enumerate(tagged.nodes):
+        for place, node in enumerate(all_nodes(tagged.model)):
             for owner in tags.owners_of(node.metadata_props):
                 order.setdefault(owner, place)
         self._rule = OwnerRule(tagged.calls, order)
@@ -178,16 +179,20 @@ class Bookkeeping:
     def twin(self) -> Self:
         """Return the same for a copy of the model, which passes change independently."""
         twin = copy.copy(self)
-        twin.model = self.model.clone()
-        values = TaggedModel(twin.model, self.hierarchy).values
-        twin._present = {
-            name: None if value is None else values.get(value.name or "")
-            for name, value in self._present.items()
-        }
-        twin._lost = defaultdict(dict, {path: dict(others) for path, others in self._lost.items()})
-        twin._mark_boundary()
-        twin._snapshot, twin._names = Snapshot(twin.model), names_now(twin.model)
+        twin._move_to(Copied.of(TaggedModel(self.model, self.hierarchy, self._source)))
         return twin
+
+    def _move_to(self, copied: Copied) -> None:
+        """Follow a copy of the model from now on."""
+        self.model = copied.tagged.model
+        present = self._present
+        self._present = {}
+        for name, value in present.items():
+            self._present[name] = None if value is None else copied.value_of(value)
+        lost = {path: dict(others) for path, others in self._lost.items()}
+        self._lost = defaultdict(dict, lost)
+        self._mark_boundary()
+        self._snapshot, self._names = Snapshot(self.model), names_now(self.model)
 
     def _crossing(self) -> set[str]:
         """Names of tensors that cross the boundary of a module: inputs, and outputs with consumers.
@@ -231,7 +236,8 @@ class Bookkeeping:
             difference.check_records()
         fused: dict[str, tuple[str, ...]] = {}
         if difference and self._source == "htp":
-            update_owners(difference, self._rule, part)
+            for node, owned in owners_after(difference, self._rule, part).items():
+                owned.write(node.metadata_props, self._rule.calls.called)
             untagged = [node for node in after.nodes if tags.MODULE not in node.metadata_props]
             if untagged:
                 listed = ", ".join(f"{node.op_type} {node.name!r}" for node in untagged[:3])
@@ -239,6 +245,27 @@ class Bookkeeping:
             self._follow(difference)
             fused = self._find_fates()
         return fused
+
+    def check_unchanged(self) -> None:
+        """Compare the model with its state after the last pass that reported a change.
+
+        Only with `checked_changes`: it takes as long as a change.
+
+        Raises:
+            HtpExportError: If it is another one: a pass has changed it, and reported no change.
+        """
+        if not changes_are_checked():
+            return
+        difference = PassDifference.between(self._snapshot, Snapshot(self.model))
+        changed = [
+            f"{node.op_type} {node.name!r}" for node in (*difference.removed, *difference.added)
+        ]
+        for value, equal in difference.equal.items():
+            if not equal.is_initializer():  # libraries exchange equal constants
+                changed.append(repr(value.name))
+        if changed:
+            listed = ", ".join(changed[:3])
+            raise HtpExportError(f"no change was reported, and there is one: {listed}")
 
     def tensor(self, name: str) -> ir.Value | None:
         """The present tensor of an original name in a signature; None if it was removed."""

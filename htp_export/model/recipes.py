@@ -19,7 +19,13 @@ from htp_export.model.hashes import array_hash
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.neighbours import dependencies_first
 from htp_export.shapes.inference import Inference
-from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY, is_standard, subgraphs
+from htp_export.shapes.operator_kinds import (
+    RESHAPING,
+    SIZES_ONLY,
+    graphs_in,
+    is_standard,
+    subgraphs,
+)
 
 _ARITHMETIC = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "neg", "Sqrt": "sqrt"}
 """Operators whose rounding IEEE 754 defines, so that every runtime computes the same bits."""
@@ -80,10 +86,10 @@ def known_beginning(name: str, known: Container[str]) -> str | None:
 
 def lift_constants(model: ir.Model) -> bool:
     """Convert ``Constant`` nodes into initializers; return whether there were any."""
-    known = {value for graph in model.graphs() for value in graph.initializers.values()}
+    known = {value for graph in graphs_in(model.graph) for value in graph.initializers.values()}
     lift = LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)
     modified = lift(model).modified
-    for graph in model.graphs() if modified else ():
+    for graph in graphs_in(model.graph) if modified else ():
         for value in graph.initializers.values():
             tensor = value.const_value
             if value not in known and tensor is not None and tensor.dtype.is_floating_point():

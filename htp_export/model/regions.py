@@ -21,24 +21,25 @@ from htp_export.format.model_metadata import Tap
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, nodes_below
 from htp_export.reporting.result import html_table
-from htp_export.shapes.operator_kinds import RANDOM, reads_of, subgraphs, with_subgraphs
+from htp_export.shapes.operator_kinds import (
+    RANDOM,
+    nodes_in,
+    reads_of,
+    subgraphs,
+    with_subgraphs,
+)
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
     """Every node of a model's graph and functions; a node comes before those in its subgraphs."""
-    yield from model.graph.all_nodes()
+    yield from nodes_in(model.graph)
     for function in model.functions.values():
-        yield from function.all_nodes()
+        yield from nodes_in(function)
 
 
 def name_of_node(node: ir.Node) -> str:
     """The name of a node, or of its first output if it has none."""
     return node.name or next((value.name for value in node.outputs if value.name), "")
-
-
-def twins_of(model: ir.Model, copy: ir.Model) -> dict[ir.Node, ir.Node]:
-    """Node of a model → its counterpart in a copy: ``clone`` keeps the order."""
-    return dict(zip(all_nodes(model), all_nodes(copy), strict=True))
 
 
 def all_values(graph: ir.Graph) -> Iterator[ir.Value]:

@@ -479,6 +479,23 @@ def load(model: ModelSource) -> TaggedModel:
     return tagged
 
 
+def for_change(tagged: TaggedModel, source: ModelSource) -> TaggedModel:
+    """Return a model that was read from a source; a copy if it is the user's own model in memory."""
+    return tagged.clone() if is_of_user(tagged.model, source) else tagged
+
+
+def is_of_user(model: ir.Model, source: ModelSource) -> bool:
+    """Whether a model is the one in memory that a source is or holds, so that it must not change.
+
+    Examples:
+        >>> model = ir.Model(ir.Graph([], [], nodes=[]), ir_version=10)
+        >>> is_of_user(model, model), is_of_user(model, load(model)), is_of_user(model, "a.onnx")
+        (True, True, False)
+    """
+    held = source if isinstance(source, ir.Model) else getattr(source, "model", None)
+    return held is model
+
+
 def name_of(source: ModelSource, otherwise: str) -> str:
     """The name of a model in messages: its file, or ``otherwise`` for a model in memory.
 

@@ -10,7 +10,7 @@ from htp_export.files.lazy_tensor import viewed
 from htp_export.format import tags
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values
-from htp_export.shapes.operator_kinds import subgraphs
+from htp_export.shapes.operator_kinds import nodes_in, subgraphs
 
 
 class UsedNames:
@@ -60,9 +60,20 @@ def names_now(model: ir.Model) -> dict[ir.Value | ir.Node, str | None]:
     """
     found: dict[ir.Value | ir.Node, str | None] = {}
     for graph in graphs_of(model):
-        found.update((value, value.name) for value in all_values(graph))
-        found.update((node, node.name) for node in graph.all_nodes())
+        _add_names(graph, found)
     return found
+
+
+def _add_names(graph: ir.Graph, found: dict[ir.Value | ir.Node, str | None]) -> None:
+    """Add the names of the tensors and nodes of a graph and its subgraphs."""
+    for value in (*graph.inputs, *graph.initializers.values()):
+        found[value] = value.name
+    for node in graph:
+        found[node] = node.name
+        for value in node.outputs:
+            found[value] = value.name
+        for body in subgraphs(node):
+            _add_names(body, found)
 
 
 def separate_names(model: ir.Model, before: Mapping[ir.Value | ir.Node, str | None]) -> None:
@@ -91,16 +102,27 @@ class _Separation:
     def __init__(self, graph: ir.Graph, before: Mapping[ir.Value | ir.Node, str | None]) -> None:
         self._graph, self._before = graph, before
         self._fixed = frozenset((*graph.inputs, *graph.outputs))
-        self._nodes = list(graph.all_nodes())
+        self._nodes = list(nodes_in(graph))
 
     def run(self) -> None:
         """Rename tensors and nodes with the name of another one."""
-        kept = {value.name for value in all_values(self._graph) if self._keeps(value)}
+        self._separate_tensors()
+        self._separate_nodes()
+
+    def _separate_tensors(self) -> None:
+        kept: set[str | None] = set()
+        are_all_kept = True
+        for value in all_values(self._graph):
+            if self._keeps(value):
+                kept.add(value.name)
+            else:
+                are_all_kept = False
+        if are_all_kept:
+            return
         if shared := list(self._shared(self._graph, set(), kept)):
             names = UsedNames(value.name for value in all_values(self._graph) if value.name)
             for value in shared:
                 rename(value, names.unused(str(value.name)))
-        self._separate_nodes()
 
     def _keeps(self, it: ir.Value | ir.Node) -> bool:
         return it in self._fixed or (it in self._before and self._before[it] == it.name)
@@ -124,14 +146,18 @@ class _Separation:
         visible -= new
 
     def _separate_nodes(self) -> None:
-        kept = {node.name for node in self._nodes if self._keeps(node)}
-        names: UsedNames | None = None
+        kept: set[str | None] = set()
+        others: list[ir.Node] = []
         for node in self._nodes:
-            if not node.name or self._keeps(node):
-                continue
+            if self._keeps(node):
+                kept.add(node.name)
+            elif node.name:
+                others.append(node)
+        names: UsedNames | None = None
+        for node in others:
             if node.name in kept:
                 names = names or UsedNames(each.name for each in self._nodes if each.name)
-                node.name = names.unused(node.name)
+                node.name = names.unused(str(node.name))
             kept.add(node.name)
 
 

@@ -11,12 +11,15 @@ from torch import nn
 
 import htp_export
 from htp_export import passes
+from htp_export.capabilities.optimize import registry
+from htp_export.capabilities.optimize.optimizing import Pipeline
 from htp_export.editing.edit import Edit
 from htp_export.editing.editing import add_constant, insert_behind, replace_with
 from htp_export.errors import HtpExportError
 from htp_export.format.call_tree import Instance
 from htp_export.lineage.records import checked_changes, record_replacement
 from htp_export.lineage.settling import Bookkeeping
+from htp_export.shapes.symbolic import Symbolic
 from tests.nets import EXPORTERS, NETS
 from tools.owner_golden import OPERATIONS, export_to
 
@@ -76,6 +79,70 @@ def test_the_recorded_value_replaces_a_tensor_of_which_another_consumer_reads_a_
     books.settle()
     assert new.metadata_props["htp.module"] == "1"
     assert new.metadata_props["htp.reason"] == first.metadata_props["htp.reason"]
+
+
+@pytest.mark.parametrize("rewired", [False, True])
+def test_a_pass_that_changes_the_model_and_reports_no_change_is_found(tagged, monkeypatch, rewired):
+    def lie(_: object, model: ir.Model) -> ir.passes.PassResult:
+        first, _ = relus(model)
+        if rewired:
+            first.outputs[0].replace_all_uses_with(first.inputs[0])
+        else:
+            insert_behind(
+                model.graph, first.outputs[0], ir.node("Neg", first.outputs, name="added")
+            )
+        return ir.passes.PassResult(model, modified=False)
+
+    info = registry.find("inline_branches")
+    monkeypatch.setattr(type(info.make()), "call", lie)
+    with (
+        checked_changes(),
+        pytest.raises(HtpExportError, match="no change was reported, and there"),
+    ):
+        Pipeline([info]).run(tagged)
+
+
+def test_a_weight_that_a_pass_removes_without_a_report_does_not_end_a_run_that_may_be_undone(
+    tagged, monkeypatch
+):
+    """The copy to which a pass may be undone is paired with the model by values, not by their order."""
+
+    def remove(_: object, model: ir.Model) -> ir.passes.PassResult:
+        del model.graph.initializers["unread"]
+        return ir.passes.PassResult(model, modified=False)
+
+    add_constant(tagged.model.graph, np.zeros(2, np.float32), "unread")
+    removing, other = registry.find("inline_branches"), registry.find("eliminate_dead_nodes")
+    monkeypatch.setattr(type(removing.make()), "call", remove)
+    assert len(Pipeline([removing, other], keep_exact=True).run(tagged).nodes) == 4
+
+
+def test_shapes_are_inferred_again_only_after_a_pass_that_changed_the_model(monkeypatch):
+    inferred = []
+
+    class Counting(Symbolic):
+        def __init__(self, graph: ir.Graph, *args: object) -> None:
+            inferred.append(graph)
+            super().__init__(graph, *args)
+
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x.transpose(1, 2)).transpose(1, 2) + x
+
+    monkeypatch.setattr(registry, "Symbolic", Counting)
+    chosen = ["eliminate_identity_ops", "simplify_shape_chains", "merge_layout_ops"]
+    exported = htp_export.export(Net().eval(), (torch.randn(2, 3, 4),), verbose=False)
+    again = htp_export.optimize(exported, passes=chosen)
+    assert again.nodes_after == again.nodes_before
+    assert len(inferred) == 1
+    identity = ir.node("Identity", [exported.model.graph.inputs[0]], name="copy")
+    identity.metadata_props["htp.module"] = ""
+    first = exported.model.graph[0]
+    exported.model.graph.insert_before(first, identity)
+    first.replace_input_with(0, identity.outputs[0])
+    inferred.clear()
+    assert htp_export.optimize(exported, passes=chosen).nodes_after == again.nodes_after
+    assert len(inferred) == 2
 
 
 def test_an_edit_that_records_something_else_is_found(tagged):

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.alignment.origin_map import renew_map
 from htp_export.capabilities.bind.data_alone import DataAlone
 from htp_export.capabilities.bind.engine_maps import shared_initializers, updatable_tensors
 from htp_export.capabilities.bind.entries_as_they_are import (
@@ -22,9 +23,10 @@ from htp_export.capabilities.bind.parts import Parts, Selector
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target, files_of
+from htp_export.format import tags
 from htp_export.format.recipes import Recipe, parameters_in, steps_in
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
+from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, for_change, load
 from htp_export.reporting.columns import many
 from htp_export.runtime.arrays import Array
 from htp_export.weights.fitting import Fitted, Needed, fit
@@ -286,6 +288,7 @@ def bind(
     old = {value: value.const_value for value in tensors}
     for value, tensor in tensors.items():
         value.const_value = tensor
+    renew_map(tagged.model, had_map=tags.MAP in tagged.model.metadata_props)
     tagged.refresh()
     bound = replace(
         _result(tagged, needed, fitted, tensors, unbound),
@@ -312,10 +315,8 @@ def bind(
 def _own_copy(model: ModelSource) -> TaggedModel:
     """Return a model that may be changed; its functions stay, as they contain no stored tensors."""
     tagged = load(model)
-    if not isinstance(model, str | os.PathLike):
-        tagged = tagged.clone()
     tagged.require_exact_tags()
-    return tagged
+    return for_change(tagged, model)
 
 
 def _adapted(

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import onnx
 import onnx_ir as ir
 
 from htp_export.alignment.carried_owners import tag
@@ -25,7 +24,15 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import name_of_node
-from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of, name_of
+from htp_export.model.tagged import (
+    HoldsModel,
+    ModelSource,
+    TaggedModel,
+    is_of_user,
+    load,
+    model_of,
+    name_of,
+)
 from htp_export.process.argument_types import is_torch_module
 from htp_export.process.restoring import no_collection
 from htp_export.runtime.carried_inputs import inputs_of_call
@@ -196,8 +203,8 @@ def carry(
         raise InputError("name the model to carry tags to: carry(before, after)")
     with no_collection(kept=True):
         model = model_of(after)
-        if not isinstance(after, str | os.PathLike | onnx.ModelProto):
-            model = model.clone()  # files and protos were read into a new model
+        if is_of_user(model, after):
+            model = model.clone()
         if is_torch_module(before):
             if data is not None:
                 raise InputError(

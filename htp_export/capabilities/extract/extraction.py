@@ -22,7 +22,7 @@ from htp_export.format.call_tree import Instance
 from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import type_and_shape
-from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, for_change, load
 from htp_export.model.tensor_names import Names
 
 
@@ -209,8 +209,8 @@ def splice(
     copied = load(replacement)
     if copied.model is source.model:
         raise InputError("a model cannot replace a module of itself; extract the replacement first")
-    changed = source.clone()
-    path = source[path].path
+    changed = for_change(source, model)
+    path = changed[path].path
     before = sum(1 for _ in changed.model.graph.all_nodes())
     calls = _outermost(changed, path) if call is None else (call,)
     cutter = Cutter(changed)

@@ -20,8 +20,9 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import lora_of_inputs, write_lora
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
-from htp_export.lineage.owner_rule import Owned
-from htp_export.model.regions import all_nodes, twins_of
+from htp_export.lineage.tagging import Owned
+from htp_export.model.copies import Copied
+from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames, rename
 
@@ -200,7 +201,9 @@ class SplicedCalls:
             is_replaced = tags.is_under(path, self._path) and (self._whole or path in new)
             if path == self._path:
                 calls = counts[path] if info.calls else 0
-                infos.append(replace(info, calls=calls, fate=Fate.COMPUTED, fused_with=()))
+                infos.append(
+                    replace(info, calls=calls, fate=Fate.of_calls(counts[path]), fused_with=())
+                )
                 infos.extend(new.values())
             elif path in remaining or not is_replaced:
                 infos.append(info.counted(counts[path]))
@@ -246,7 +249,8 @@ class Graft:
         self._path, self._call, self._weights = path, call, weights
         self._calls = calls
         self._paths = calls.paths
-        self._model = replacement.model.clone()
+        self._copy = Copied.of(replacement)
+        self._model = self._copy.tagged.model
         self._original = {
             value: weight_key(value) for value in self._model.graph.initializers.values()
         }
@@ -317,7 +321,7 @@ class Graft:
 
     def _write_tags(self) -> None:
         """Tag every node with owners at or below the module, and with its call."""
-        for node, source in twins_of(self._model, self._replacement.model).items():
+        for source, node in self._copy.copy_of.items():
             metadata = node.metadata_props
             owners = tuple(self._paths[owner] for owner in tags.owners_of(metadata))
             owners = owners or (self._path,)

@@ -16,10 +16,11 @@ from htp_export.editing.editing import bytes_of
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
+from htp_export.model.copies import Copied
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.neighbours import Groups
-from htp_export.model.regions import name_of_node, twins_of
+from htp_export.model.regions import name_of_node
 from htp_export.model.tagged import ModelSource, TaggedModel
 
 if TYPE_CHECKING:
@@ -91,10 +92,14 @@ class _Copy:
 
     def again(self) -> _Copy:
         """Return a copy of the present state."""
-        tagged = self.tagged.clone()
-        twins = twins_of(self.tagged.model, tagged.model)
-        origins = {copy: self.origins.get(node, ()) for node, copy in twins.items()}
-        return _Copy(tagged, origins, {twins[node] for node in twins if node in self.written})
+        copied = Copied.of(self.tagged)
+        origins: dict[ir.Node, tuple[ir.Node, ...]] = {}
+        written: set[ir.Node] = set()
+        for node, copy in copied.copy_of.items():
+            origins[copy] = self.origins.get(node, ())
+            if node in self.written:
+                written.add(copy)
+        return _Copy(copied.tagged, origins, written)
 
     def origins_of(self, nodes: Iterable[ir.Node]) -> tuple[ir.Node, ...]:
         """Return the original nodes that some nodes replace."""

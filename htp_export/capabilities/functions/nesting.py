@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from htp_export.alignment.origin_map import renew_map
 from htp_export.capabilities.functions.bodies import Bodies, differing_constants
 from htp_export.capabilities.functions.originals import flat_order, share_bodies
 from htp_export.capabilities.functions.placing import Levels, Placement
@@ -20,8 +21,9 @@ from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance
 from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.copies import Copied
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.regions import GraphIndex, all_nodes, twins_of
+from htp_export.model.regions import GraphIndex, all_nodes
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
 from htp_export.reporting.columns import Column, many
@@ -156,7 +158,10 @@ def functions(
     if not identifiers:
         raise _none_possible(skipped)
     records = Records(share_bodies(bodies, sources, tagged.calls), flat_order(bodies, sources))
+    written_map = model.metadata_props.get(tags.MAP)
     bodies.edit.finish()
+    if written_map is not None:  # it describes the flat graph, which is as it was
+        model.metadata_props[tags.MAP] = written_map
     model.opset_imports[DOMAIN] = 1
     if records.calls or records.order:
         model.metadata_props[tags.FUNCTIONS] = records.to_json()
@@ -185,10 +190,9 @@ def _built(
     """
     outside: dict[ir.Node, set[Instance]] = {}
     while True:
-        model = source.model.clone()
-        sources = twins_of(model, source.model)
-        work = TaggedModel(model, source.hierarchy)
-        index = GraphIndex(model, work.work_of)
+        copied = Copied.of(source)
+        work, sources = copied.tagged, copied.original_of
+        index = GraphIndex(work.model, work.work_of)
         placement = Placement(work, index, wanted)
         for node in list(placement.chains) if outside else ():
             placement.without(node, outside.get(sources[node], ()))
@@ -352,6 +356,7 @@ def inline(
     check_target(output)
     tagged = load(model)
     flat, calls = flattened(tagged)
+    renew_map(flat, had_map=tags.MAP in flat.metadata_props)
     if output is not None:
         write_model(flat, output, share_weights=share_weights)
     before = sum(1 for _ in all_nodes(tagged.model))

@@ -12,7 +12,7 @@ from htp_export.editing.edit import Edit
 from htp_export.editing.function_records import Expectations, Record, given_values, written_type
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.tags import Reason
-from htp_export.lineage.owner_rule import Owned
+from htp_export.lineage.tagging import Owned
 from htp_export.shapes.operator_kinds import subgraphs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,13 @@ from onnx_ir.tensor_adapters import TorchTensor
 from htp_export.capabilities.inspect.inspected import Inspected, Stop
 from htp_export.capabilities.inspect.runs import (
     ModuleRun,
+    edit_by_scopes,
     owners_in,
     run_once,
-    tag_by_scope,
     tree_of,
     without_identities,
 )
+from htp_export.editing.edit import Edit
 from htp_export.exporter.broken_graphs import BrokenRun, GraphBreak, GraphRun, run_with_breaks
 from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.capture.modules import ModuleNames
@@ -27,9 +29,9 @@ from htp_export.exporter.model_lines import is_of_model
 from htp_export.exporter.torch_programs import LoweredGraph, lowered_graph
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters, parameters_of
-from htp_export.lineage.owner_rule import Owned
+from htp_export.lineage.tagging import Owned
+from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import subgraphs
 
 if TYPE_CHECKING:
@@ -66,7 +68,8 @@ def merged(
 class _Whole:
     def __init__(self, pieces: Sequence[Piece], hierarchy: Hierarchy) -> None:
         self._modules = dict(hierarchy)
-        self._called = hierarchy.called
+        self._hierarchy = hierarchy
+        self._owners: dict[ir.Node, Owned] = {}
         self._nodes: list[ir.Node] = []
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
@@ -138,7 +141,7 @@ class _Whole:
                 value.name = f"{piece.name}/{value.name}"
         owned = Owned.of(node.metadata_props)
         paths = tuple(tags.below(piece.prefix, path) for path in owned.paths)
-        Owned(paths, owned.reason).write(node.metadata_props, self._called)
+        self._owners[node] = Owned(paths, owned.reason)
 
     def _add_fates(self, model: ir.Model, prefix: str) -> None:
         """Copy the fates of the modules of a part."""
@@ -160,9 +163,12 @@ class _Whole:
             opset_imports=self._opsets,
         )
         model = ir.Model(graph, ir_version=10, producer_name="torch")
-        write_model_metadata(
-            model.metadata_props, Hierarchy(self._modules.values()), parameters=parameters
-        )
+        with Edit(TaggedModel(model, self._hierarchy)) as edit:
+            for node, owned in self._owners.items():
+                edit.set_owners(node, owned)
+            edit.set_modules(Hierarchy(self._modules.values()))
+            if parameters is not None:
+                edit.set_parameters(parameters)
         graph.name = self._modules[""].simple_class
         return model
 
@@ -207,6 +213,7 @@ class _Graphs:
         broken: BrokenRun,
     ) -> None:
         self._model = model
+        self._tree = Hierarchy.from_module(model)
         self._names = names
         self._broken = broken
         tensors = (*model.named_parameters(), *model.named_buffers())
@@ -264,8 +271,8 @@ class _Graphs:
                 )
                 return
             model = lowered.model.clone()
-            for node in model.graph.all_nodes():
-                self._tag(node, run)
+            path_of = functools.partial(self._path_of, run)
+            edit_by_scopes(model, self._tree, path_of).finish()
             self._identities |= without_identities(model.graph)
             count = sum(1 for _ in model.graph.all_nodes())
             nodes += count
@@ -285,8 +292,8 @@ class _Graphs:
                 )
         return self._lowered[key]
 
-    def _tag(self, node: ir.Node, run: GraphRun) -> None:
-        """Write the module of a node: of its scopes, or the one whose ``forward`` was traced."""
+    def _path_of(self, run: GraphRun, node: ir.Node) -> str:
+        """The module of a node: of its scopes, or the one whose ``forward`` was traced."""
         scopes = scopes_of(node.meta["node"]) if "node" in node.meta else []
         paths = [
             self._names.by_id[scope.module] for scope in scopes if scope.module in self._names.by_id
@@ -294,8 +301,8 @@ class _Graphs:
         path = paths[-1] if paths else run.traced_in
         # an equal module runs the same graph
         if run.path != run.traced_in and tags.is_under(path, run.traced_in):
-            path = tags.below(run.path, path[len(run.traced_in) :].removeprefix("."))
-        tag_by_scope(node, path)
+            return tags.below(run.path, path[len(run.traced_in) :].removeprefix("."))
+        return path
 
     def _pieces(self, parts: list[_Part]) -> Iterator[Piece]:
         by_size = sorted(range(len(parts)), key=lambda place: -parts[place].nodes)

@@ -15,9 +15,9 @@ import onnx_ir as ir
 from htp_export.capabilities.inspect.breaks import Piece, graphs_with_breaks, merged
 from htp_export.capabilities.inspect.inspected import Inspected, Stop, Way
 from htp_export.capabilities.inspect.runs import (
+    edit_by_scopes,
     owners_in,
     run_once,
-    tag_by_scope,
     tree_of,
     without_identities,
 )
@@ -33,7 +33,6 @@ from htp_export.format import tags
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, module_paths
 from htp_export.format.leaves import tensors_in
-from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import parameters_of
 from htp_export.process.argument_types import checks_arguments
 
@@ -169,15 +168,19 @@ def _by_symbolic_tracing(
         ) from None
     lowered = lowered_graph(traced, args, kwargs)
     graph = lowered.model.graph
-    for node in graph.all_nodes():
+
+    def path_of(node: ir.Node) -> str:
         fx_node = node.meta.get("node")
         stack = {} if fx_node is None else fx_node.meta.get("nn_module_stack") or {}
         scopes = [str(name) for name, _ in stack.values()]
         paths = [names.aliases[name] for name in scopes if name in names.aliases]
-        tag_by_scope(node, paths[-1] if paths else "")
-    identities = without_identities(graph)
-    tree = tree_of(model, run_once(model, args, kwargs), owners_in(graph), identities)
-    write_model_metadata(lowered.model.metadata_props, tree, parameters=parameters_of(model))
+        return paths[-1] if paths else ""
+
+    with edit_by_scopes(lowered.model, Hierarchy.from_module(model), path_of) as edit:
+        identities = without_identities(graph)
+        tree = tree_of(model, run_once(model, args, kwargs), owners_in(graph), identities)
+        edit.set_modules(tree)
+        edit.set_parameters(parameters_of(model))
     graph.name = tree.root.simple_class
     return Inspected(lowered.model, "torch.fx")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
+from htp_export.editing.edit import Edit
 from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.capture.torch_internals import changes_of
 from htp_export.exporter.torch_programs import drop_identities
@@ -19,7 +20,8 @@ from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, module_paths
 from htp_export.format.leaves import tensors_in
 from htp_export.format.tags import Reason
-from htp_export.lineage.owner_rule import Owned
+from htp_export.lineage.tagging import Owned
+from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import subgraphs
 
 if TYPE_CHECKING:
@@ -96,12 +98,18 @@ def run_once(
     return run
 
 
-def tag_by_scope(node: ir.Node, path: str) -> None:
-    """Write the module in whose scope a node is as its owner.
+def edit_by_scopes(model: ir.Model, tree: Hierarchy, path_of: Callable[[ir.Node], str]) -> Edit:
+    """Begin an edit of a graph without tags: each node belongs to the module in whose scope it is.
 
-    Namespaces are written by `merged`, or `tree_of`.
+    Args:
+        model: The model; it is changed in place.
+        tree: The modules.
+        path_of: Returns the path of a node's module.
     """
-    Owned((path,), Reason.SCOPE).write(node.metadata_props, ())
+    edit = Edit(TaggedModel(model, tree))
+    for node in list(model.graph.all_nodes()):
+        edit.set_owners(node, Owned((path_of(node),), Reason.SCOPE))
+    return edit
 
 
 def without_identities(graph: ir.Graph) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.alignment.origin_map import renew_map
 from htp_export.capabilities.lora.adapters import (
     LowRank,
     arrays_of,
@@ -32,6 +33,7 @@ from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import Kind, check_target, files_of
+from htp_export.format import tags
 from htp_export.format.model_metadata import lora_modules, write_lora
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
@@ -198,12 +200,14 @@ def fuse(
     tagged = read_for_change(model)
     tagged.require_tags()
     external = has_external_data(tagged.model)
+    had_map = tags.MAP in tagged.model.metadata_props
     inserted = lora_layers(tagged)
     if inserted:
         tagged = _without_lora(tagged, inserted)
     # Parameters first: PEFT may save an embedding as a whole, and also factors to add to it.
     parameters = replace_parameters(tagged, adapter_read)
     layers = add_to_weights(tagged, adapter_read, inserted)
+    renew_map(tagged.model, had_map=had_map)
     if output is not None:
         write_model(tagged.model, output, True if external else None)
     ranks = {path: layer.a.shape[0] for path, layer in layers.items()}

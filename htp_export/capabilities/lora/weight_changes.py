@@ -17,7 +17,6 @@ from htp_export.editing.editing import add_initializer
 from htp_export.errors import InputError
 from htp_export.extras import install_advice
 from htp_export.format import tags
-from htp_export.format.fates import Fate
 from htp_export.format.recipes import Recipe, is_exact, operands_of, parameters_in, step
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import recipe_of, recorded
@@ -272,7 +271,7 @@ def _stored_parameters(model: ir.Model) -> dict[str, list[ir.Value]]:
 def _computes_nothing(tagged: TaggedModel, path: str) -> bool:
     """Whether a module is dead, or is never called."""
     module = tagged.hierarchy.get(path)
-    return module is not None and module.fate in (Fate.DEAD, Fate.UNCALLED)
+    return module is not None and (module.fate.is_needless or not module.fate.ran)
 
 
 def _add_bias(tagged: TaggedModel, name: str, array: Array) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import onnx_ir as ir
@@ -13,10 +13,15 @@ from htp_export.editing.editing import bytes_of
 from htp_export.format import tags
 from htp_export.lineage.difference import PassDifference
 from htp_export.lineage.settling import Bookkeeping
+from htp_export.model.copies import Copied
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.operator_kinds import graphs_in
 
-_Weights: TypeAlias = Mapping[Hashable, tuple[int, str]]
+_Weight: TypeAlias = ir.Value | tuple[ir.Node, str]
+"""An initializer, or a node and its attribute with a tensor."""
+
+_Weights: TypeAlias = Mapping[_Weight, tuple[int, str]]
 """Weight → its bytes and its module."""
 
 
@@ -27,10 +32,10 @@ class AttributedModel(Bookkeeping):
         super().__init__(tagged)
         self._weights = _weights(tagged.model, {})
 
-    def twin(self) -> AttributedModel:
-        twin = super().twin()
-        twin._weights = dict(zip(_weights(twin.model, {}), self._weights.values(), strict=True))
-        return twin
+    def _move_to(self, copied: Copied) -> None:
+        super()._move_to(copied)
+        weights = self._weights.items()
+        self._weights = {_in_copy(weight, copied): entry for weight, entry in weights}
 
     def changes(self) -> dict[str, Change]:
         """Module path → the changes since the previous call, after `settle`."""
@@ -43,7 +48,7 @@ def _weights(model: ir.Model, before: _Weights) -> _Weights:
 
     A weight without consumers keeps the module that it has in ``before``.
     """
-    weights: dict[Hashable, tuple[int, str]] = {}
+    weights: dict[_Weight, tuple[int, str]] = {}
     modules_of: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
     for node in all_nodes(model):
         module = _module(node)
@@ -53,7 +58,7 @@ def _weights(model: ir.Model, before: _Weights) -> _Weights:
         for name, attribute in node.attributes.data.items():
             if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
                 weights[node, name] = bytes_of(attribute.as_tensor()), module
-    for graph in model.graphs():
+    for graph in graphs_in(model.graph):
         for value in graph.initializers.values():
             if value.const_value is None:
                 continue
@@ -63,6 +68,14 @@ def _weights(model: ir.Model, before: _Weights) -> _Weights:
                 _, module = before.get(value, (0, ""))
             weights[value] = bytes_of(value.const_value), module
     return weights
+
+
+def _in_copy(weight: _Weight, copied: Copied) -> _Weight:
+    """A weight of a copy of the model; the weight itself if the model does not contain it any more."""
+    if isinstance(weight, ir.Value):
+        return copied.value_of(weight) or weight
+    node, attribute = weight
+    return copied.copy_of.get(node, node), attribute
 
 
 def _saved(before: _Weights, after: _Weights) -> Counter[str]:

@@ -7,18 +7,24 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.attribution import AttributedModel
-from htp_export.capabilities.optimize.registry import Level, LibraryResult, PassInfo, choose
+from htp_export.capabilities.optimize.registry import (
+    Level,
+    LibraryResult,
+    PassInfo,
+    choose,
+    shared_shapes,
+)
 from htp_export.capabilities.optimize.results import Change, Optimized, PassReport
 from htp_export.discovery import providers
 from htp_export.editing.editing import insert_behind, replace_with
-from htp_export.editing.flattening import read_flat
+from htp_export.editing.flattening import read_for_change
 from htp_export.editing.outputs import without_defaults
 from htp_export.errors import FileError, InputError, PassError, described
 from htp_export.extras import required
@@ -27,6 +33,7 @@ from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.lineage.difference import PassDifference
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array, arrays_in, nan_in
@@ -34,6 +41,7 @@ from htp_export.runtime.data import Data
 from htp_export.runtime.samples import Samples
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 from htp_export.runtime.settings import RunSettings
+from htp_export.shapes.symbolic import Symbolic
 
 
 @names_model_faults("model")
@@ -98,8 +106,8 @@ def optimize(
     settings = RunSettings(data, dims, shapes, seed)
     check_target(output)
     chosen = choose(passes, level)
-    original = read_flat(model, others=False)
-    nodes_before = len(original.nodes)
+    original = read_for_change(model)
+    nodes_before = sum(1 for _ in all_nodes(original.model))
     if not verify and settings.has_inputs:
         raise InputError(
             "data, sizes and seed are for verify, which runs the model; "
@@ -110,14 +118,14 @@ def optimize(
         samples = Samples.of(settings, original.model)
         check = OutputCheck(original.model, samples)
     pipeline = Pipeline(chosen, check, keep_exact=keep_exact)
-    optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
+    optimized = pipeline.run(original)
     if output is not None:
         write_model(optimized.model, output, external_data, share_weights=share_weights)
         for beside in providers("files_beside"):
             beside.renew(optimized.model.graph, output)
     return Optimized(
         nodes_before=nodes_before,
-        nodes_after=len(optimized.nodes),
+        nodes_after=sum(1 for _ in all_nodes(optimized.model)),
         passes=pipeline.reports,
         max_abs=None if check is None else check.max_abs,
         nan=() if check is None else check.nan,
@@ -250,6 +258,8 @@ class Pipeline:
     ) -> None:
         self._accounts = [_Account(info) for info in passes]
         self._check, self._keep_exact, self._watch = check, keep_exact, watch
+        # graph → shapes and types in it, since the last pass that changed the model
+        self._shapes: dict[ir.Graph, Symbolic] = {}
         self.running = ""
 
     def run(self, tagged: TaggedModel) -> TaggedModel:
@@ -316,6 +326,7 @@ class Pipeline:
     ) -> tuple[AttributedModel, bool]:
         """Record that a pass was undone, and return the model from before it."""
         account.rolled_back, account.left = why, {}
+        self._shapes.clear()
         _log.warning("pass %s was undone: %s", account.info.name, why)
         return kept, False
 
@@ -330,17 +341,10 @@ class Pipeline:
         tensors = map(books.tensor, account.held)
         held = {value for value in tensors if value is not None}
         try:
-            with (
-                _barriers(books.model.graph, held),
-                without_defaults(books.model.graph) as restore_defaults,
-            ):
-                result = account.info.make()(books.model)
-            _remove_barriers(result.model.graph)
-            restore_defaults(result.model.graph)
+            result = self._result(account, books.model, held)
             books.model = result.model
-            if isinstance(result, LibraryResult):
-                account.left = result.left
             if not result.modified:
+                books.check_unchanged()
                 return False, {}, {}
             fused = books.settle()
             return True, books.changes(), fused
@@ -350,6 +354,27 @@ class Pipeline:
             finished = [one for one in self._accounts if one.seen >= 0 and not one.rolled_back]
             ran = [one.info.name for one in finished]
             raise PassError(account.info.name, ran, error) from error
+
+    def _result(
+        self, account: _Account, model: ir.Model, held: Collection[ir.Value]
+    ) -> ir.passes.PassResult:
+        """Run a pass with barriers at some tensors."""
+        # Passes with barriers, and those of libraries, see another graph than the others.
+        shares = not held and not account.info.may_fail
+        with (
+            shared_shapes(self._shapes if shares else None),
+            _barriers(model.graph, held),
+            without_defaults(model.graph) as restore_defaults,
+        ):
+            result = account.info.make()(model)
+        if held:  # the pass may have returned a new graph, with copies of them
+            _remove_barriers(result.model.graph)
+        restore_defaults(result.model.graph)
+        if isinstance(result, LibraryResult):
+            account.left = result.left
+        if result.modified or not shares:
+            self._shapes.clear()
+        return result
 
     @property
     def reports(self) -> tuple[PassReport, ...]:
@@ -369,9 +394,12 @@ class Pipeline:
 
 
 @contextlib.contextmanager
-def _barriers(graph: ir.Graph, values: Iterable[ir.Value]) -> Iterator[None]:
+def _barriers(graph: ir.Graph, values: Collection[ir.Value]) -> Iterator[None]:
     """Insert an opaque node after each tensor, and remove it afterwards, also after an error."""
     domain, operator = _BARRIER
+    if not values:
+        yield
+        return
     try:
         for value in values:
             uses = list(value.uses())

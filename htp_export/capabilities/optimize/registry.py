@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias, TypeVar
@@ -213,6 +215,35 @@ def _default_passes() -> Iterator[PassInfo]:
         yield from (info for info in every if info.after == name)
 
 
+_SHAPES: ContextVar[dict[ir.Graph, Symbolic] | None] = ContextVar(
+    "htp_export.shapes_of_passes", default=None
+)
+
+
+@contextlib.contextmanager
+def shared_shapes(shapes: dict[ir.Graph, Symbolic] | None) -> Iterator[None]:
+    """Share what `shapes_in` infers among passes that do not change the model; not with None."""
+    token = _SHAPES.set(shapes)
+    try:
+        yield
+    finally:
+        _SHAPES.reset(token)
+
+
+def shapes_in(graph: ir.Graph, opsets: Mapping[str, int] | None = None) -> Symbolic:
+    """Shapes and types in a graph; for a pass that has not changed it yet.
+
+    Arguments as of `Symbolic`. If an earlier pass inferred them, and none has changed the model
+    since, they are not inferred again.
+    """
+    shared = _SHAPES.get()
+    if shared is None:
+        return Symbolic(graph, opsets)
+    if graph not in shared:
+        shared[graph] = Symbolic(graph, opsets)
+    return shared[graph]
+
+
 class NodePass(ir.passes.InPlacePass):
     """Visits the nodes of the main graph in order, and rewrites each if possible.
 
@@ -225,6 +256,7 @@ class NodePass(ir.passes.InPlacePass):
     operators: ClassVar[tuple[str, ...]]
     opset: ClassVar[int] = 1
     graph: ir.Graph
+    _modified: bool = False
 
     @classmethod
     def applies(cls, model: ir.Model) -> bool:
@@ -245,7 +277,7 @@ class NodePass(ir.passes.InPlacePass):
     @cached_property
     def known(self) -> Symbolic:
         """Shapes and types in the graph, as of their first use."""
-        return Symbolic(self.graph)
+        return Symbolic(self.graph) if self._modified else shapes_in(self.graph)
 
     @abc.abstractmethod
     def rewrite(self, node: ir.Node) -> bool:
@@ -254,13 +286,13 @@ class NodePass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self.graph = model.graph
         self.__dict__.pop("known", None)
-        modified = False
+        self._modified = False
         for node in model.graph if self.applies(model) else ():
             if is_standard(node, *self.operators):
-                modified |= self.rewrite(node)
-        if modified:
+                self._modified |= self.rewrite(node)
+        if self._modified:
             remove_unused(model)
-        return ir.passes.PassResult(model, modified)
+        return ir.passes.PassResult(model, self._modified)
 
 
 class LibraryPass(ir.passes.InPlacePass):

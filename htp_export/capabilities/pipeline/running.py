@@ -31,7 +31,15 @@ from htp_export.format.model_metadata import ProvenanceNote, read_provenance, wr
 from htp_export.model.hashes import content_hash
 from htp_export.model.parts import weight_bytes
 from htp_export.model.regions import all_nodes
-from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of, name_of
+from htp_export.model.tagged import (
+    HoldsModel,
+    ModelSource,
+    TaggedModel,
+    is_of_user,
+    load,
+    model_of,
+    name_of,
+)
 from htp_export.process.argument_types import checks_arguments
 from htp_export.process.progress import counted
 from htp_export.reporting.columns import Column
@@ -381,7 +389,8 @@ class _Run:
         """Write the last model, with the notes of all steps, to the output."""
         if self._file is None:
             # There were only checks: the user's own model stays without notes.
-            self._model = model_of(self._source).clone()
+            model = model_of(self._source)
+            self._model = model.clone() if is_of_user(model, self._source) else model
         else:
             self._model = model_of(self._file)
         write_provenance(self._model.metadata_props, self._notes)

@@ -12,6 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.alignment.origin_map import renew_map
 from htp_export.capabilities.place.devices import (
     ANNOTATION,
     SETTINGS,
@@ -36,10 +37,11 @@ from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format.model_metadata import read_placement, write_placement
-from htp_export.format.tags import PLACEMENT
+from htp_export.format.tags import MAP, PLACEMENT
+from htp_export.model.copies import Copied
 from htp_export.model.cutting import Cutter
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.regions import all_nodes, twins_of
+from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.model.tensor_names import make_node_names_unique
 from htp_export.plans.rules import assigned
@@ -134,15 +136,17 @@ def place(
     for device, memory in limits.items():
         assert needs is not None
         _keep_what_fits(devices, needs, device, memory, slack)
-    placed = original.clone()
-    twin = twins_of(original.model, placed.model)
+    copied = Copied.of(original)
+    placed = copied.tagged
     for node in all_nodes(placed.model):
         node.metadata_props.pop(ANNOTATION, None)
     for node, device in devices.items():
-        twin[node].metadata_props[ANNOTATION] = device
+        copied.copy_of[node].metadata_props[ANNOTATION] = device
     options = {SETTINGS: assignment_settings(dict.fromkeys(devices.values()))}
     with_entries(options)
     write_placement(placed.model.metadata_props, options)
+    # Nodes of functions are in the graph now.
+    renew_map(placed.model, had_map=MAP in placed.model.metadata_props)
     if output is not None:
         write_model(placed.model, output, external_data, share_weights=share_weights)
     remarks = list[str]()

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.alignment.origin_map import renew_map
 from htp_export.capabilities.prune.activations import ActivationRules
 from htp_export.capabilities.prune.coupled_axes import Axis
 from htp_export.capabilities.prune.coupling import Coupling, StopError
@@ -127,6 +128,7 @@ def prune(
     activations.check()
     tagged = read_for_change(model)
     external = has_external_data(tagged.model)
+    had_map = tags.MAP in tagged.model.metadata_props
     dropped: set[str] = set()
     for selector, value in rules.weights.items():
         if value.kind == "blocks":
@@ -136,6 +138,7 @@ def prune(
     if rules.weights or not rules.activations:
         wanted = assigned(tagged, rules.weights)
     result = _pruned(tagged, wanted, dropped, scores, activations, together=together, strict=strict)
+    renew_map(result.model, had_map=had_map)
     if output is not None:
         write_model(result.model, output, True if external else None)
     return result

@@ -37,9 +37,9 @@ from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target, files_named_in
 from htp_export.format import tags
 from htp_export.lineage.settling import Bookkeeping
+from htp_export.model.copies import Copied
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
-from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.reporting.columns import many
 from htp_export.runtime.data import Data
@@ -273,13 +273,12 @@ def _changed(
     includes the effect of the others.
     """
     original = choice.tagged
-    changed = original.clone()
-    copy_of = twins_of(original.model, changed.model)
-    original_of = {copy: node for node, copy in copy_of.items()}
+    copied = Copied.of(original)
+    changed, copy_of = copied.tagged, copied.copy_of
     planned = {copy_of[node]: precision for node, precision in choice.found.nodes.items()}
     # Before any method changes nodes: it records their order and signatures.
     changes = Bookkeeping(changed)
-    work = Work(changed, original, choice.facts, original_of, planned, samples, name, control)
+    work = Work(copied, original, choice.facts, planned, samples, name, control)
     left: list[Left] = []
     try:
         for precision in sorted(choice.nodes, key=_order):

@@ -16,6 +16,7 @@ from htp_export.editing.submodels import Submodel, cut_out, in_copy, put_back, r
 from htp_export.errors import InputError
 from htp_export.files.parsing import model_from_proto
 from htp_export.format import tags
+from htp_export.model.copies import Copied
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import Names
 from htp_export.runtime.arrays import Array, nan_in
@@ -211,10 +212,11 @@ class Validation:
         """The metric of a model."""
         return measured_metric(self.metric, model, self.name, self.feeds)
 
-    def with_part(self, model: ir.Model, part: Submodel, made: onnx.ModelProto) -> float:
+    def with_part(self, tagged: TaggedModel, part: Submodel, made: onnx.ModelProto) -> float:
         """The metric of a copy of a model in which a part is replaced by the output of a tool."""
-        copy = model.clone()
-        put_back(copy, in_copy(part, model, copy), model_from_proto(made), Names(copy))
+        copied = Copied.of(tagged)
+        copy = copied.tagged.model
+        put_back(copy, in_copy(part, copied), model_from_proto(made), Names(copy))
         return self.of(copy)
 
     def budget(self, model: ir.Model, max_drop: float, name: str) -> float:
@@ -261,28 +263,36 @@ class Work:
     """The model that is changed, the original, and the data.
 
     Attributes:
-        changed: The model that is changed.
+        copied: The model that is changed: a copy of the original.
         original: The original; ranges are measured on it.
         facts: Types of the tensors of the original.
-        twins: Node of the changed model → its counterpart in the original.
         planned: Node of the changed model → its precision in the plan.
         samples: The user's data, or random inputs.
         name: Name of the model in errors.
         validation: The user's metric; None without one.
     """
 
-    changed: TaggedModel
+    copied: Copied
     original: TaggedModel
     facts: Facts
-    twins: Mapping[ir.Node, ir.Node]
     planned: Mapping[ir.Node, object]
     samples: Samples
     name: str
     validation: Validation | None
 
     @property
-    def model(self) -> ir.Model:
+    def changed(self) -> TaggedModel:
         """The model that is changed."""
+        return self.copied.tagged
+
+    @property
+    def original_of(self) -> Mapping[ir.Node, ir.Node]:
+        """Node of the changed model → its original; new nodes have none."""
+        return self.copied.original_of
+
+    @property
+    def model(self) -> ir.Model:
+        """The graph that is changed."""
         return self.changed.model
 
     @cached_property
@@ -294,7 +304,7 @@ class Work:
         self, node: ir.Node, why: str, *, partly: bool = False, failure: Exception | None = None
     ) -> Left:
         """The record of a node of the changed model that is left."""
-        return Left(self.twins[node], why, partly, failure)
+        return Left(self.original_of[node], why, partly, failure)
 
     def cut_out(self, nodes: Sequence[ir.Node]) -> Submodel:
         """A copy of nodes of the changed model, as a model of its own."""

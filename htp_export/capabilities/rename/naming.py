@@ -16,7 +16,7 @@ from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes
-from htp_export.model.tagged import HoldsModel, ModelSource, load
+from htp_export.model.tagged import HoldsModel, ModelSource, for_change, load
 from htp_export.reporting.columns import Column
 from htp_export.reporting.result import Table
 
@@ -104,7 +104,7 @@ def rename(
         >>> dict(named.nodes), dict(named.tensors)
         ({'node_linear': '/0/Gemm', 'node_relu': '/1/Relu'}, {'linear': '/0/Gemm_output_0'})
     """
-    from htp_export.alignment.origin_map import embed_map
+    from htp_export.alignment.origin_map import renew_map
     from htp_export.capabilities.functions.nesting import functions
 
     check_style(style)
@@ -117,11 +117,11 @@ def rename(
     for node in all_nodes(tagged.model):
         if node.op_identifier() in bodies:
             nested.update((f"re:{re.escape(owner)}", None) for owner in tagged.owners_of(node))
-    work = dissolved(tagged) if nested else tagged.clone()
+    had_map = tags.MAP in tagged.model.metadata_props
+    work = dissolved(tagged) if nested else for_change(tagged, model)
     renamed = give_path_names(work)
     named = functions(work.model, [*nested]).model if nested else work.model
-    if tags.MAP in tagged.model.metadata_props:
-        named = embed_map(named)
+    renew_map(named, had_map=had_map)
     if output is not None:
         write_model(named, output, share_weights=share_weights)
     return Named(**vars(renamed), model=named, style=style)

@@ -14,6 +14,7 @@ from htp_export.editing.hooks import Hooks
 from htp_export.editing.outputs import add_zeros_input
 from htp_export.errors import InputError
 from htp_export.files.targets import check_target
+from htp_export.format import tags
 from htp_export.format.call_tree import Instance
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import type_and_shape
@@ -67,12 +68,13 @@ def steer(
     """
     check_target(output)
     tagged = read_for_change(model)
+    had_map = tags.MAP in tagged.model.metadata_props
     wanted = named_places(tagged, places, ".steer")
     with Edit(tagged) as edit:
         steering = _Steering(edit)
         added = [steering.add(name, tensors) for name, tensors in wanted.items()]
     summary = f"{many(len(added), 'optional input')} added; without them, the model computes what it did before"
-    return written(tagged, added, summary, output, share_weights=share_weights)
+    return written(tagged, added, summary, output, had_map=had_map, share_weights=share_weights)
 
 
 class _Steering:

@@ -135,6 +135,7 @@ def tap(
     """
     check_target(output)
     tagged = read_for_change(model)
+    had_map = tags.MAP in tagged.model.metadata_props
     wanted = named_places(tagged, places)
     _check_joins(wanted, given=isinstance(places, Mapping), joins=concat is not None)
     taps = dict(tagged.taps)
@@ -158,7 +159,7 @@ def tap(
             added.append(TappedTensor.of(result, tensors))
     write_taps(tagged.model.metadata_props, taps)
     summary = f"{many(len(added), 'output')} added{others}"
-    return written(tagged, added, summary, output, share_weights=share_weights)
+    return written(tagged, added, summary, output, had_map=had_map, share_weights=share_weights)
 
 
 @names_model_faults("model")
@@ -195,6 +196,7 @@ def untap(
     """
     check_target(output)
     tagged = read_for_change(model)
+    had_map = tags.MAP in tagged.model.metadata_props
     taps = dict(tagged.taps)
     names = _existing_taps(taps, names)
     values = {value.name: value for value in tagged.model.graph.outputs}
@@ -209,7 +211,7 @@ def untap(
     remove_outputs(tagged.model, names, removable)
     write_taps(tagged.model.metadata_props, kept)
     summary = f"{many(len(removed), 'output')} removed"
-    return written(tagged, removed, summary, output, share_weights=share_weights)
+    return written(tagged, removed, summary, output, had_map=had_map, share_weights=share_weights)
 
 
 def _existing_taps(taps: Mapping[str, Tap], names: str | Sequence[str] | None) -> list[str]:
@@ -331,14 +333,17 @@ def written(
     summary: str,
     output: str | os.PathLike[str] | None,
     *,
+    had_map: bool,
     share_weights: bool,
 ) -> Tapped:
-    """Write the changed model to ``output``, if any, and return it with the changed tensors."""
-    from htp_export.alignment.origin_map import embed_map
+    """Write the changed model to ``output``, if any, and return it with the changed tensors.
+
+    ``had_map``: whether the model had a map before the change.
+    """
+    from htp_export.alignment.origin_map import renew_map
 
     model = tagged.model
-    if tags.MAP in model.metadata_props:
-        model = embed_map(model)
+    renew_map(model, had_map=had_map)
     if output is not None:
         write_model(model, output, share_weights=share_weights)
     return Tapped(tuple(tensors), summary, model, None if output is None else Path(output))

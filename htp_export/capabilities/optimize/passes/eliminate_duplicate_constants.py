@@ -9,6 +9,7 @@ from htp_export.capabilities.optimize.registry import register
 from htp_export.format.recipes import Recipe
 from htp_export.model.recipes import lift_constants, merged, recipe_of, recorded
 from htp_export.process.quiet import quiet
+from htp_export.shapes.operator_kinds import graphs_in
 
 _LARGEST = 1024
 """Elements; comparing larger initializers would read the weights of the model."""
@@ -22,7 +23,7 @@ class EliminateDuplicateConstants(ir.passes.InPlacePass):
         lifted = lift_constants(model)
         # the recipe of each initializer, with a consumer: its input tells which one was kept
         consumers: list[tuple[Recipe, tuple[ir.Node, int]]] = []
-        for graph in model.graphs():
+        for graph in graphs_in(model.graph):
             for value in graph.initializers.values():
                 is_floating = value.dtype is not None and value.dtype.is_floating_point()
                 use = next(iter(value.uses()), None)

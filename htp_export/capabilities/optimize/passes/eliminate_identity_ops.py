@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.registry import changed, decline, register
+from htp_export.capabilities.optimize.registry import changed, decline, register, shapes_in
 from htp_export.editing.editing import constant_array, replace_with
-from htp_export.shapes.operator_kinds import COMMUTATIVE, NEUTRAL, RESHAPING, is_standard
+from htp_export.shapes.operator_kinds import COMMUTATIVE, NEUTRAL, RESHAPING, graphs_in, is_standard
 from htp_export.shapes.symbolic import Symbolic
 
 _IF_SHAPE_STAYS = RESHAPING | {"Expand", "Tile"}
@@ -34,8 +34,10 @@ class EliminateIdentityOps(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
-        for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
-            known = Symbolic(graph, model.opset_imports)
+        bodies = (function.graph for function in model.functions.values())
+        for graph in (*graphs_in(model.graph), *bodies):
+            infer = Symbolic if modified else shapes_in
+            known = infer(graph, model.opset_imports)
             for node in graph:
                 equal = (value for value in _candidates(node) if _is_returned(value, node, known))
                 source = next(equal, None)

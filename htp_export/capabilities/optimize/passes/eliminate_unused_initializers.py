@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import register
+from htp_export.shapes.operator_kinds import graphs_in
 
 
 @register("eliminate_unused_initializers", level="exact")
@@ -13,7 +14,7 @@ class EliminateUnusedInitializers(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
-        for graph in model.graphs():
+        for graph in graphs_in(model.graph):
             for name, value in list(graph.initializers.items()):
                 if not value.uses() and not value.is_graph_output() and not value.is_graph_input():
                     del graph.initializers[name]

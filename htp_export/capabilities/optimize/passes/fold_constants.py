@@ -27,6 +27,7 @@ from htp_export.shapes.operator_kinds import (
     GROWING,
     RANDOM,
     RESHAPING,
+    graphs_in,
     is_standard,
     reads_of,
     subgraphs,
@@ -57,7 +58,7 @@ class FoldConstants(ir.passes.InPlacePass):
         if modified:
             remove_unused(model)
         done: set[ir.Graph] = set()
-        while graph := next((graph for graph in model.graphs() if graph not in done), None):
+        while graph := next((graph for graph in graphs_in(model.graph) if graph not in done), None):
             done.add(graph)
             modified |= _fold_views(model, graph)
             modified |= _fold(model, graph)
@@ -217,7 +218,7 @@ _UNPACKING = frozenset(("DequantizeLinear",))
 def room_left(model: ir.Model) -> int:
     """Bytes by which the constants of a model may still grow."""
     weights, grown = 0, 0
-    for graph in model.graphs():
+    for graph in graphs_in(model.graph):
         for value in graph.initializers.values():
             weights += bytes_of(value.const_value)
             grown += value.meta.get(GROWTH, 0)

@@ -8,7 +8,7 @@ from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import release, remove_unused, replace_with
 from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import UsedNames
-from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.operator_kinds import graphs_in, is_standard
 from htp_export.shapes.symbolic import Symbolic
 
 
@@ -18,7 +18,7 @@ class InlineBranches(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
-        for graph in list(model.graphs()):
+        for graph in graphs_in(model.graph):
             conditionals = [node for node in graph if is_standard(node, "If")]
             known = Symbolic(graph, model.opset_imports) if conditionals else None
             for node in conditionals:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.registry import absorbed, integers, register
+from htp_export.capabilities.optimize.registry import absorbed, integers, register, shapes_in
 from htp_export.editing.editing import is_boundary, remove_unused, replace, replace_with
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import normalized
@@ -32,7 +32,7 @@ class MergeSlices(ir.passes.InPlacePass):
         graph = model.graph
         if not any(is_standard(node, "Slice") for node in graph):
             return ir.passes.PassResult(model, modified=False)
-        known = Symbolic(graph)
+        known = shapes_in(graph)
         modified = False
         for node in graph:
             modified |= _merge_in_a_row(node, known) or _gather(node, known)

@@ -12,7 +12,7 @@ from htp_export.capabilities.optimize.passes.merge_parallel_projections import (
     layer_of,
 )
 from htp_export.capabilities.optimize.passes.merge_slices import Part, covers, part_of, put_split
-from htp_export.capabilities.optimize.registry import register
+from htp_export.capabilities.optimize.registry import register, shapes_in
 from htp_export.editing.editing import remove_unused
 from htp_export.shapes.operator_kinds import LAYOUT, is_standard
 from htp_export.shapes.symbolic import Symbolic
@@ -41,7 +41,7 @@ class PackAttentionInputs(ir.passes.InPlacePass):
         attentions = [node for node in model.graph if _is_unpacked(node)]
         if not attentions:
             return ir.passes.PassResult(model, modified=False)
-        known = Symbolic(model.graph)
+        known = shapes_in(model.graph)
         modified = False
         for node in attentions:
             behind = map(_layer_behind, node.inputs[:3])

@@ -104,7 +104,7 @@ def cast_nodes(nodes: Iterable[ir.Node], precision: Precision, work: Work) -> No
     """Let nodes, also inserted ones, compute in the type of the activations of a precision."""
     chosen: dict[ir.Node, _Ports] = {}
     for node in nodes:
-        original = work.twins.get(node)
+        original = work.original_of.get(node)
         if original is None:  # an inserted node: the facts of the original do not cover it
             ports = _ports(node, precision.activation, _facts_of_inserted(node, work.facts))
         else:

@@ -232,7 +232,7 @@ class Blocks(Method):
         return (node.op_type, weight_axes(node, place)) if place == weight_place(node) else None
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
-        with_weight = [node for node in nodes if self._has_blocks(work.twins[node])]
+        with_weight = [node for node in nodes if self._has_blocks(work.original_of[node])]
         before = set(work.model.graph.all_nodes())
         yield from super().apply(with_weight, work)
         if self._cast is not None:
