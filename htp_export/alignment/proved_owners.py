@@ -21,7 +21,15 @@ from htp_export.alignment.unnamed_alignment import UnnamedAlignment
 from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason, common_ancestor, is_under
 from htp_export.lineage.owner_rule import Owned
-from htp_export.shapes.operator_kinds import IN_PLACE, LAYOUT, SIZES_ONLY, base_op, moves, resembles
+from htp_export.shapes.operator_kinds import (
+    IN_PLACE,
+    LAYOUT,
+    SIZES_ONLY,
+    base_op,
+    includes,
+    moves,
+    resembles,
+)
 
 
 def _unknown(paths: Iterable[str]) -> Owned:
@@ -208,19 +216,24 @@ class ProvedOwners:
 
         None if the node has further inputs: then it does other work, too.
         """
+        products = self._products(index)
+        if not products or not self._is_within(index, products):
+            return None
+        return self._decisions.owned_by(products, Reason.INITIALIZER)
+
+    def _products(self, index: int) -> list[int]:
+        """The original nodes that compute with the weights of a node."""
         node, number = self._after.nodes[index], self._numbers.number
         weights = {number[weight] for weight in self._weights(node)}
         if not weights or moves(node.op):
-            return None
+            return []
         products = []
         for old in self._works[index].among:
             original = self._before.nodes[old]
             reads_weight = not weights.isdisjoint(number[value] for value in original.inputs)
             if reads_weight and resembles(node.op, original.op):
                 products.append(old)
-        if not products or not self._is_within(index, products):
-            return None
-        return self._decisions.owned_by(products, Reason.INITIALIZER)
+        return products
 
     # --- names ---
 
@@ -504,7 +517,7 @@ class ProvedOwners:
         if len(entry.paths) > 1 and not is_joined:
             alone = [old for old in self._works[index].nodes if self._claims[old] == 1]
             misses_owner = not {*self._owners_of(alone)}.issuperset(entry.paths)
-            if misses_owner or self._has_a_loose_neighbour(index):
+            if misses_owner or self._has_a_loose_neighbour(index) or self._does_a_part(index):
                 return _unknown(entry.paths)
         if self._misses_producer(index):
             return _unknown([*entry.paths, *self._candidates(index)])
@@ -553,6 +566,31 @@ class ProvedOwners:
             if moves(other.op, views=True) and not self._changes_precision(other):
                 return True
         return False
+
+    def _does_a_part(self, index: int) -> bool:
+        """Whether a node may do only a part of a product that is the work of several modules.
+
+        An exporter may have moved work of other modules into the product: a padding into the
+        ``pads`` of a Conv, a factor into its weight, an activation into a FusedConv. The other file
+        may have this work in a neighbour. It has not if the tensors around the node are known, or
+        if operator, attributes and weights of node and product are the same.
+        """
+        node = self._after.nodes[index]
+        fused = [old for old in self._products(index) if len(self._before.nodes[old].owners) > 1]
+        if not fused or not self._shares_work(node):
+            return False
+        return not all(self._does_all_of(node, old) for old in fused)
+
+    def _does_all_of(self, node: SummaryNode, old: int) -> bool:
+        """Whether a node has the operator, the attributes and the weights of an original product."""
+        original, stored = self._before.nodes[old], self._after.stored_inputs(node)
+        if not includes(node.op, original.op):
+            return False
+        if original.attributes not in ("", node.attributes):
+            return False
+        if len(stored) < len(self._before.stored_inputs(original)):
+            return False
+        return all(map(self._alignment.is_unscaled, stored))
 
     def _misses_producer(self, index: int) -> bool:
         """Whether a node outputs an original tensor, and does not replace the producer of it."""

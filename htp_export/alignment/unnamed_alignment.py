@@ -151,6 +151,13 @@ class UnnamedAlignment(Alignment):
         match = self.evidence.weights.get(value)
         return () if match is None else match.originals
 
+    def is_unscaled(self, value: int) -> bool:
+        """Whether a weight is no part of its original, and has no factor; true of small constants."""
+        match = self.evidence.weights.get(value)
+        if match is None:
+            return True
+        return not match.parts and match.scale == 1 and match.offset == 0
+
     def anchors(self, value: int) -> set[int]:
         """The numbers of a value's original tensors; none for a small constant."""
         if value in self.evidence.weights or self.after.live[value]:
