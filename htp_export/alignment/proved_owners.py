@@ -42,6 +42,11 @@ def _is_near(module: str, paths: Sequence[str]) -> bool:
     return any(is_under(path, module) or is_under(module, path) for path in paths)
 
 
+def _work_attributes(node: SummaryNode) -> list[str]:
+    """The attributes of a node, without the layout of its weight."""
+    return [part for part in node.attributes.split(";") if part not in ("", "transB=1")]
+
+
 class ProvedOwners:
     """The owners of nodes that weights, values, structure or proved scopes determine.
 
@@ -50,6 +55,7 @@ class ProvedOwners:
         scopes: The scope in the name of each node.
         tree: The calls of the modules.
         holders: Original weight → the module that has it as a parameter.
+        passed: The original tensors that PyTorch passes into and out of modules.
     """
 
     def __init__(
@@ -58,10 +64,12 @@ class ProvedOwners:
         scopes: Sequence[Scope | None],
         tree: CallTree,
         holders: Mapping[int, str],
+        passed: Iterable[int],
     ) -> None:
         self._alignment, self._scopes, self._holders = alignment, scopes, holders
         self._before, self._after = alignment.before, alignment.after
         self._numbers = alignment.numbers
+        self._passed = {self._numbers.number[value] for value in passed}
         # Original nodes that do not depend on the inputs of a node are not evidence for its owner.
         self._works = []
         for node, work in zip(self._after.nodes, replaced_nodes(alignment), strict=True):
@@ -214,11 +222,16 @@ class ProvedOwners:
     def _by_weight(self, index: int) -> Owned | None:
         """The owners of the original nodes that compute with the weights of a node.
 
-        None if the node has further inputs: then it does other work, too.
+        None if the node has further inputs, or weights of further nodes: then it does other work,
+        too.
         """
         products = self._products(index)
         if not products or not self._is_within(index, products):
             return None
+        read = {value for old in products for value in self._before.nodes[old].inputs}
+        for value in self._after.nodes[index].inputs:
+            if not read.issuperset(self._alignment.parts.get(value, ())):
+                return None
         return self._decisions.owned_by(products, Reason.INITIALIZER)
 
     def _products(self, index: int) -> list[int]:
@@ -333,9 +346,13 @@ class ProvedOwners:
 
         Between modules, a tensor has the layout of PyTorch. A node that changes this layout works
         for its consumers. A node that restores it works for the module that computes the tensor.
+        A tensor that PyTorch passes between no modules may have another layout in the original: a
+        tool may have moved a layout operator there.
         """
         node = self._after.nodes[index]
         if base_op(node.op) not in LAYOUT or not self._keeps_number(index):
+            return None
+        if self._number(node.outputs[0]) not in self._passed:
             return None
         was_exact = self._alignment.exact[node.inputs[0]]
         is_exact = self._alignment.exact[node.outputs[0]]
@@ -517,9 +534,9 @@ class ProvedOwners:
         if len(entry.paths) > 1 and not is_joined:
             alone = [old for old in self._works[index].nodes if self._claims[old] == 1]
             misses_owner = not {*self._owners_of(alone)}.issuperset(entry.paths)
-            if misses_owner or self._has_a_loose_neighbour(index) or self._does_a_part(index):
+            if misses_owner or self._has_a_loose_neighbour(index):
                 return _unknown(entry.paths)
-        if self._misses_producer(index):
+        if self._misses_producer(index) or self._differs_from_product(index):
             return _unknown([*entry.paths, *self._candidates(index)])
         return entry
 
@@ -567,26 +584,36 @@ class ProvedOwners:
                 return True
         return False
 
-    def _does_a_part(self, index: int) -> bool:
-        """Whether a node may do only a part of a product that is the work of several modules.
+    def _differs_from_product(self, index: int) -> bool:
+        """Whether a node may do another work than the original product with its weights.
 
-        An exporter may have moved work of other modules into the product: a padding into the
-        ``pads`` of a Conv, a factor into its weight, an activation into a FusedConv. The other file
-        may have this work in a neighbour. It has not if the tensors around the node are known, or
-        if operator, attributes and weights of node and product are the same.
+        An exporter moves work of other modules into a product: a padding into the ``pads`` of a
+        Conv, a factor into ``alpha`` or the weight, a transposition into ``transA``. The one file
+        may have this work in a neighbour of the product. It is no other work if the tensors around
+        the node are known.
         """
         node = self._after.nodes[index]
-        fused = [old for old in self._products(index) if len(self._before.nodes[old].owners) > 1]
-        if not fused or not self._shares_work(node):
+        products = self._products(index)
+        if not products or not self._shares_work(node):
             return False
-        return not all(self._does_all_of(node, old) for old in fused)
+        return not all(self._does_work_of(node, old) for old in products)
 
-    def _does_all_of(self, node: SummaryNode, old: int) -> bool:
-        """Whether a node has the operator, the attributes and the weights of an original product."""
-        original, stored = self._before.nodes[old], self._after.stored_inputs(node)
+    def _does_work_of(self, node: SummaryNode, old: int) -> bool:
+        """Whether a node does exactly the work of an original product, as far as is known.
+
+        A product of one module may have other attributes, such as those of a packed weight, if the
+        results are equal. A product of several modules has to be the same in everything.
+        """
+        original = self._before.nodes[old]
+        if _work_attributes(node) != _work_attributes(original):
+            if self._alignment.evidence.values.keys().isdisjoint(node.makes):
+                return False
+            if original.attributes and len(original.owners) > 1:
+                return False
+        if len(original.owners) < 2:
+            return True
+        stored = self._after.stored_inputs(node)
         if not includes(node.op, original.op):
-            return False
-        if original.attributes not in ("", node.attributes):
             return False
         if len(stored) < len(self._before.stored_inputs(original)):
             return False

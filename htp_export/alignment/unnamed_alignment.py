@@ -99,8 +99,7 @@ class UnnamedAlignment(Alignment):
         """
         if self.before.nodes[self.before.maker[product]].op != node.op:
             return False
-        stored = (v for v in node.inputs if v != NOTHING and not self.after.live[v])
-        return any(self.counterpart[v] == NOTHING for v in stored)
+        return any(self.counterpart[v] == NOTHING for v in self.after.stored_inputs(node))
 
     def _product(self, node: SummaryNode, weight: int) -> int:
         """The output of the only original consumer of a weight that resembles the node."""
