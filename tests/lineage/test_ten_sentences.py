@@ -1,4 +1,4 @@
-"""The rule of owners after a change in ten sentences, those of docs/owners.md: each with a net, or with the rule itself.
+"""The rule of owners after a change in ten sentences, those of docs/owners.md: each with a net, or the rule itself.
 
 The docstring of each test is the sentence of the page; `test_the_page_has_these_sentences` compares them.
 """
