@@ -273,7 +273,7 @@ class ProvedOwners:
         None if a consumer is in a module that does not read tensors of this one.
         """
         op = self._after.nodes[index].op
-        if module is None:
+        if module is None or self._has_other_weights(index):
             return None
         if moves(op) and base_op(op) not in LAYOUT:
             return None  # casts are named after tensors, not modules
@@ -286,6 +286,19 @@ class ProvedOwners:
         if not self._is_within(index, mine, inside):
             return None
         return self._decisions.owned_by(mine, Reason.NODE, (module,))
+
+    def _has_other_weights(self, index: int) -> bool:
+        """Whether a node has a large weight that is none of the original.
+
+        An optimizer may have computed it from the weights of several modules.
+        """
+        for value in self._after.stored_inputs(self._after.nodes[index]):
+            entry = self._after.values[value]
+            is_large = entry.kind == "initializer" and not entry.content
+            is_known = self._alignment.counterpart[value] != NOTHING
+            if is_large and not is_known and not self._alignment.weights_of(value):
+                return True
+        return False
 
     def _is_within(self, index: int, part: Collection[int], inside: Container[int] = ()) -> bool:
         """Whether a node has at most as many inputs and outputs as original nodes together.
@@ -601,23 +614,20 @@ class ProvedOwners:
     def _does_work_of(self, node: SummaryNode, old: int) -> bool:
         """Whether a node does exactly the work of an original product, as far as is known.
 
-        A product of one module may have other attributes, such as those of a packed weight, if the
-        results are equal. A product of several modules has to be the same in everything.
+        A product of one module may have other attributes, such as those of a packed weight, if its
+        result is an original tensor. A product of several modules has to be the same in everything.
         """
-        original = self._before.nodes[old]
-        if _work_attributes(node) != _work_attributes(original):
-            if self._alignment.evidence.values.keys().isdisjoint(node.makes):
-                return False
-            if original.attributes and len(original.owners) > 1:
-                return False
+        original, stored = self._before.nodes[old], self._after.stored_inputs(node)
+        has_same_weights = all(map(self._alignment.is_unscaled, stored))
         if len(original.owners) < 2:
-            return True
-        stored = self._after.stored_inputs(node)
-        if not includes(node.op, original.op):
+            if has_same_weights and _work_attributes(node) == _work_attributes(original):
+                return True
+            return not self._alignment.evidence.values.keys().isdisjoint(node.makes)
+        if not has_same_weights or not includes(node.op, original.op):
             return False
-        if len(stored) < len(self._before.stored_inputs(original)):
+        if original.attributes and _work_attributes(node) != _work_attributes(original):
             return False
-        return all(map(self._alignment.is_unscaled, stored))
+        return len(stored) >= len(self._before.stored_inputs(original))
 
     def _misses_producer(self, index: int) -> bool:
         """Whether a node outputs an original tensor, and does not replace the producer of it."""
