@@ -276,6 +276,15 @@ CHANGES: dict[str, Change] = {
         options=UNFOLDED,
     ),
 }
+CHANGES["attention as one node of a pass"] = Change(
+    CHANGES["attention as one node"].build,
+    {"x": x(1, 5, 8)},
+    ("fused",),
+    owners={"Attention": [{"", "q", "k", "v"}], "MatMul": [{"o"}]},
+    fates={"o": "computed"},
+    lost=frozenset("qkv"),
+    options={"dynamo": True},
+)
 CHANGES["a linear layer before a reshape of two modules"] = Change(
     HoldsRouted,
     sequence(),
