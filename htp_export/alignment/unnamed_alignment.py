@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from htp_export.alignment.alignment import Alignment, AlignmentEvidence
 from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode
+from htp_export.alignment.numbering import FLOATS
 from htp_export.alignment.weight_similarity import NumericMatch
 from htp_export.format.tags import Reason
 from htp_export.runtime.carried_inputs import pair_names
@@ -151,11 +152,16 @@ class UnnamedAlignment(Alignment):
         return () if match is None else match.originals
 
     def is_unscaled(self, value: int) -> bool:
-        """Whether a weight is no part of its original, and has no factor; true of small constants."""
+        """Whether a weight is the whole of its original, without a factor; true of small constants.
+
+        Levels of a quantized weight have a factor, which is another input.
+        """
         match = self.evidence.weights.get(value)
         if match is None:
             return True
-        return not match.parts and match.scale == 1 and match.offset == 0
+        has_factor = match.scale != 1 or match.offset != 0
+        is_float = self.after.shape(value)[1] in FLOATS
+        return not match.parts and not (has_factor and is_float)
 
     def anchors(self, value: int) -> set[int]:
         """The numbers of a value's original tensors; none for a small constant."""
