@@ -351,6 +351,8 @@ def test_a_change_has_the_same_owners_whoever_makes_it(
                 lost.add(path)
     assert lost == found.lost
     assert wrong_signatures(model, found.inputs, output) == []
+    if unknown:
+        return  # nobody says whose these nodes are
     faults = Judge(model, found.inputs, output).faults()
     assert {fault[0] for fault in faults} == found.inexact
 
