@@ -211,6 +211,11 @@ def test_unknown(tmp_path: Path) -> None:
     plain.metadata_props.clear()
     for node in plain.graph:
         node.metadata_props.clear()
+    stored = list(plain.graph.initializers.values())
+    plain.graph.initializers.clear()
+    for number, value in enumerate(stored):
+        value.name = f"w{number}"
+        plain.graph.initializers.add(value)
     tagged = htp_export.load(htp_export.carry(program, plain, require=0))
     assert found(tagged, "Gemm") == [(("0",), "unknown"), (("0",), "unknown")]
 
