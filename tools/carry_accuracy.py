@@ -220,7 +220,7 @@ def _torch_score(
 
 # --- small nets after tools ---
 
-NET_TOOLS = ("OnnxSlim", "onnxsim", "onnxscript", "ONNX Runtime, basic")
+NET_TOOLS = ("OnnxSlim", "ONNX Runtime, basic")
 
 
 def nets_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
