@@ -614,7 +614,7 @@ class ProvedOwners:
     def _does_work_of(self, node: SummaryNode, old: int) -> bool:
         """Whether a node does exactly the work of an original product, as far as is known.
 
-        A product of one module may have other attributes, such as those of a packed weight, if its
+        A product of one module may have other attributes, such as the format of its weight, if its
         result is an original tensor. A product of several modules has to be the same in everything.
         """
         original, stored = self._before.nodes[old], self._after.stored_inputs(node)
