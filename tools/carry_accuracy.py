@@ -5,11 +5,14 @@
     python tools/carry_accuracy.py transformers     # files of transformers.exporters, without fusions and with them
     python tools/carry_accuracy.py genai            # files of ONNX Runtime GenAI's builder; needs onnxruntime-genai
     python tools/carry_accuracy.py torch --only BERT-base --show 20
+    python tools/carry_accuracy.py nets             # all nets of tests/nets.py after tools, without any names
 
 ``torch``: tags are carried from an export by dynamo onto files of both exporters: the very same file, and one whose
 graph has other operators, names and constants. The truth are the tags that htp_export writes when it exports the same
 file, and those after a tool. The tags are removed; with ``--no-names`` the names of nodes and tensors, too. ``genai``:
 the truth is written down below, by the names that the builder gives; `carry` runs with and without these names.
+``nets``: a row is a tool and all files of both exporters; the truth are the tags that the file has after the tool, as
+long as it has its names, and `carry` gets the file without names and tags.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class Score:
         disjoint: Nodes that have none of the true owners.
         fewer: Nodes that have some of the true owners.
         inserted: Nodes that no module computes: constants, and what a builder adds.
+        files: How many files these are.
         seen: The wrong and unknown nodes, a line each.
     """
 
@@ -74,7 +78,15 @@ class Score:
     disjoint: int = 0
     fewer: int = 0
     inserted: int = 0
+    files: int = 1
     seen: list[str] = field(default_factory=list)
+
+    def add(self, other: Score, where: str) -> None:
+        """Add the nodes of another file; ``where``: its name."""
+        for count in COUNTS:
+            setattr(self, count, getattr(self, count) + getattr(other, count))
+        self.files += other.files
+        self.seen += [where + node for node in other.seen]
 
 
 def score(carried: htp_export.results.Carried, truth: Truth) -> Score:
@@ -183,7 +195,7 @@ def torch_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
 
 
 def _torch_score(
-    tagged: htp_export.TaggedModel, original: Path, inputs: dict[str, Any], names: bool
+    tagged: htp_export.TaggedModel, original: Path, inputs: dict[str, Any] | None, names: bool
 ) -> Score:
     foreign = tagged.model.clone()
     if not names:
@@ -195,18 +207,51 @@ def _torch_score(
     for node in foreign.graph.all_nodes():
         node.metadata_props.clear()
     foreign.metadata_props.clear()
-    arguments = dict(
-        zip(
-            (v.name for v in htp_export.load(original).model.graph.inputs),
-            inputs.values(),
-            strict=True,
-        )
-    )
+    arguments = None
+    if inputs is not None:
+        names_of = [value.name for value in htp_export.load(original).model.graph.inputs]
+        arguments = dict(zip(names_of, inputs.values(), strict=True))
     carried = htp_export.carry(original, foreign, data=arguments, require=0)
     for note in carried.notes:
         print(note, file=sys.stderr)
     expected = dict(zip(carried.model.graph.all_nodes(), truths, strict=True))
     return score(carried, expected.__getitem__)
+
+
+# --- small nets after tools ---
+
+NET_TOOLS = ("OnnxSlim", "ONNX Runtime, basic")
+
+
+def nets_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
+    """Each tool: the nodes of all nets, exported by both exporters."""
+    from tests.nets import EXPORTERS, NETS
+
+    chosen = [(name, exporter) for name in NETS for exporter in EXPORTERS]
+    made = tools() | {
+        "ONNX Runtime, basic": lambda model: (
+            htp_export.tools.onnxruntime(model, level="basic").model
+        )
+    }
+    found = {tool: Score(files=0) for tool in NET_TOOLS}
+    for name, exporter in chosen:
+        net = NETS[name]
+        if exporter in net.skip or only not in (None, name):
+            continue
+        model, inputs = net.build()
+        options = net.export_options(exporter) | {"dynamo": exporter == "dynamo"}
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "model.onnx"
+            htp_export.export(model, (), file, kwargs=inputs, verbose=False, **options)
+            for tool in NET_TOOLS:
+                try:
+                    one = _torch_score(htp_export.load(made[tool](file)), file, None, names)
+                except htp_export.HtpExportError as error:
+                    print(f"{name}, {exporter}, {tool}: {error}", file=sys.stderr)
+                    continue
+                found[tool].add(one, f"{name}, {exporter}: ")
+    for tool, total in found.items():
+        yield f"{tool}, {total.files} files", total
 
 
 # --- files of transformers.exporters ---
@@ -389,7 +434,12 @@ def _genai_score(
     return score(carried, expected.__getitem__)
 
 
-ROWS = {"torch": torch_rows, "transformers": transformers_rows, "genai": genai_rows}
+ROWS = {
+    "torch": torch_rows,
+    "nets": nets_rows,
+    "transformers": transformers_rows,
+    "genai": genai_rows,
+}
 
 
 def main() -> None:
@@ -408,7 +458,8 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    rows = ROWS[options.what](options.only, not options.no_names)
+    has_names = not options.no_names and options.what != "nets"
+    rows = ROWS[options.what](options.only, has_names)
     total = Counter[str]()
     print(HEADER)
     for name, found in rows:

@@ -358,14 +358,13 @@ class Alignment:
     def _match_input_of_chain(self, node: SummaryNode, made: int) -> None:
         """Match the input of a node that replaces several nodes in a row, by its weights.
 
-        A Gemm reads the tensor that the MatMul with its weight read.
+        A Gemm reads the tensor that the MatMul with its weight read. Attributes of a product with
+        plain weights say that it does more: a FusedMatMul may transpose its input, and scale.
         """
         live = self.after.live_inputs(node)
-        weights = {
-            self.counterpart[value]
-            for value in node.inputs
-            if value != NOTHING and not self.after.live[value]
-        }
+        if node.attributes not in _UNTRANSPOSED and self._has_plain_weights(node):
+            return
+        weights = {self.counterpart[value] for value in self.after.stored_inputs(node)}
         if len(live) != 1 or not weights or NOTHING in weights:
             return
         [value], at = live, self.origin(made)
@@ -386,6 +385,11 @@ class Alignment:
                 if made in self._in_order and node.attributes in _UNTRANSPOSED:
                     self._in_order.add(value)
             return
+
+    def _has_plain_weights(self, node: SummaryNode) -> bool:
+        """Whether the weights of a node are floats; attributes describe the format of others."""
+        types = {self.after.shape(value)[1] for value in self.after.stored_inputs(node)}
+        return types <= FLOATS
 
     def _have_equal_arguments(self, node: SummaryNode, old: SummaryNode) -> bool:
         """Whether two layout operators have equal constant arguments and no other data input."""
@@ -468,11 +472,7 @@ class Alignment:
 
     def _has_same_weights(self, node: SummaryNode) -> bool:
         """Whether all weights of a node have counterparts; otherwise it may include other operators."""
-        for value in node.inputs:
-            is_weight = value != NOTHING and not self.after.live[value]
-            if is_weight and self.counterpart[value] == NOTHING:
-                return False
-        return True
+        return NOTHING not in map(self.counterpart.__getitem__, self.after.stored_inputs(node))
 
     def _between(self, number: int, value: int) -> list[int] | None:
         """The original nodes between a tensor and a later one; None without a path, or if many."""

@@ -131,6 +131,10 @@ class GraphSummary:
         """
         return [value for value in node.inputs if self.live[value]]
 
+    def stored_inputs(self, node: SummaryNode) -> list[int]:
+        """The other inputs of a node, in order: weights, constants and sizes."""
+        return [value for value in node.inputs if value != NOTHING and not self.live[value]]
+
     def consumers(self, index: int) -> list[int]:
         """The consumers of a node's outputs; a node that consumes several outputs is repeated."""
         return [reader for value in self.nodes[index].makes for reader in self.readers[value]]

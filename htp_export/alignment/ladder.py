@@ -112,6 +112,10 @@ def _without_names(
         for name in parameters.shapes:
             holders[before.find(below(path, name))] = path
     holders.pop(NOTHING, None)
+    passed = list[int]()
+    for calls in origin.signatures.values():
+        for call in calls:
+            passed += map(before.find, (*call.taken, *call.given))
     if origin.model is None:
         inputs = AlignmentEvidence(inputs=input_pairs(before, after))
         steps = iter([(inputs, "of the original, only its map is known")])
@@ -122,7 +126,7 @@ def _without_names(
     unnamed = without_names(after)
     for evidence, not_compared in steps:
         alignment = UnnamedAlignment(before, unnamed, evidence)
-        owned = ProvedOwners(alignment, scopes, origin.calls, holders).owners()
+        owned = ProvedOwners(alignment, scopes, origin.calls, holders, passed).owners()
         found = Found(nodes, _with_root(owned), alignment, not_compared)
         if not found.unknown:
             break

@@ -21,7 +21,15 @@ from htp_export.alignment.unnamed_alignment import UnnamedAlignment
 from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason, common_ancestor, is_under
 from htp_export.lineage.tagging import Owned
-from htp_export.shapes.operator_kinds import IN_PLACE, LAYOUT, SIZES_ONLY, base_op, moves, resembles
+from htp_export.shapes.operator_kinds import (
+    IN_PLACE,
+    LAYOUT,
+    SIZES_ONLY,
+    base_op,
+    includes,
+    moves,
+    resembles,
+)
 
 
 def _unknown(paths: Iterable[str]) -> Owned:
@@ -34,6 +42,11 @@ def _is_near(module: str, paths: Sequence[str]) -> bool:
     return any(is_under(path, module) or is_under(module, path) for path in paths)
 
 
+def _work_attributes(node: SummaryNode) -> list[str]:
+    """The attributes of a node, without the layout of its weight."""
+    return [part for part in node.attributes.split(";") if part not in ("", "transB=1")]
+
+
 class ProvedOwners:
     """The owners of nodes that weights, values, structure or proved scopes determine.
 
@@ -42,6 +55,7 @@ class ProvedOwners:
         scopes: The scope in the name of each node.
         tree: The calls of the modules.
         holders: Original weight → the module that has it as a parameter.
+        passed: The original tensors that PyTorch passes into and out of modules.
     """
 
     def __init__(
@@ -50,10 +64,12 @@ class ProvedOwners:
         scopes: Sequence[Scope | None],
         tree: CallTree,
         holders: Mapping[int, str],
+        passed: Iterable[int],
     ) -> None:
         self._alignment, self._scopes, self._holders = alignment, scopes, holders
         self._before, self._after = alignment.before, alignment.after
         self._numbers = alignment.numbers
+        self._passed = {self._numbers.number[value] for value in passed}
         # Original nodes that do not depend on the inputs of a node are not evidence for its owner.
         self._works = []
         for node, work in zip(self._after.nodes, replaced_nodes(alignment), strict=True):
@@ -206,21 +222,31 @@ class ProvedOwners:
     def _by_weight(self, index: int) -> Owned | None:
         """The owners of the original nodes that compute with the weights of a node.
 
-        None if the node has further inputs: then it does other work, too.
+        None if the node has further inputs, or weights of further nodes: then it does other work,
+        too.
         """
+        products = self._products(index)
+        if not products or not self._is_within(index, products):
+            return None
+        read = {value for old in products for value in self._before.nodes[old].inputs}
+        for value in self._after.nodes[index].inputs:
+            if not read.issuperset(self._alignment.parts.get(value, ())):
+                return None
+        return self._decisions.owned_by(products, Reason.INITIALIZER)
+
+    def _products(self, index: int) -> list[int]:
+        """The original nodes that compute with the weights of a node."""
         node, number = self._after.nodes[index], self._numbers.number
         weights = {number[weight] for weight in self._weights(node)}
         if not weights or moves(node.op):
-            return None
+            return []
         products = []
         for old in self._works[index].among:
             original = self._before.nodes[old]
             reads_weight = not weights.isdisjoint(number[value] for value in original.inputs)
             if reads_weight and resembles(node.op, original.op):
                 products.append(old)
-        if not products or not self._is_within(index, products):
-            return None
-        return self._decisions.owned_by(products, Reason.INITIALIZER)
+        return products
 
     # --- names ---
 
@@ -247,7 +273,7 @@ class ProvedOwners:
         None if a consumer is in a module that does not read tensors of this one.
         """
         op = self._after.nodes[index].op
-        if module is None:
+        if module is None or self._has_other_weights(index):
             return None
         if moves(op) and base_op(op) not in LAYOUT:
             return None  # casts are named after tensors, not modules
@@ -260,6 +286,19 @@ class ProvedOwners:
         if not self._is_within(index, mine, inside):
             return None
         return self._decisions.owned_by(mine, Reason.NODE, (module,))
+
+    def _has_other_weights(self, index: int) -> bool:
+        """Whether a node has a large weight that is none of the original.
+
+        An optimizer may have computed it from the weights of several modules.
+        """
+        for value in self._after.stored_inputs(self._after.nodes[index]):
+            entry = self._after.values[value]
+            is_large = entry.kind == "initializer" and not entry.content
+            is_known = self._alignment.counterpart[value] != NOTHING
+            if is_large and not is_known and not self._alignment.weights_of(value):
+                return True
+        return False
 
     def _is_within(self, index: int, part: Collection[int], inside: Container[int] = ()) -> bool:
         """Whether a node has at most as many inputs and outputs as original nodes together.
@@ -320,9 +359,13 @@ class ProvedOwners:
 
         Between modules, a tensor has the layout of PyTorch. A node that changes this layout works
         for its consumers. A node that restores it works for the module that computes the tensor.
+        A tensor that PyTorch passes between no modules may have another layout in the original: a
+        tool may have moved a layout operator there.
         """
         node = self._after.nodes[index]
         if base_op(node.op) not in LAYOUT or not self._keeps_number(index):
+            return None
+        if self._number(node.outputs[0]) not in self._passed:
             return None
         was_exact = self._alignment.exact[node.inputs[0]]
         is_exact = self._alignment.exact[node.outputs[0]]
@@ -506,7 +549,7 @@ class ProvedOwners:
             misses_owner = not {*self._owners_of(alone)}.issuperset(entry.paths)
             if misses_owner or self._has_a_loose_neighbour(index):
                 return _unknown(entry.paths)
-        if self._misses_producer(index):
+        if self._misses_producer(index) or self._differs_from_product(index):
             return _unknown([*entry.paths, *self._candidates(index)])
         return entry
 
@@ -553,6 +596,38 @@ class ProvedOwners:
             if moves(other.op, views=True) and not self._changes_precision(other):
                 return True
         return False
+
+    def _differs_from_product(self, index: int) -> bool:
+        """Whether a node may do another work than the original product with its weights.
+
+        An exporter moves work of other modules into a product: a padding into the ``pads`` of a
+        Conv, a factor into ``alpha`` or the weight, a transposition into ``transA``. The one file
+        may have this work in a neighbour of the product. It is no other work if the tensors around
+        the node are known.
+        """
+        node = self._after.nodes[index]
+        products = self._products(index)
+        if not products or not self._shares_work(node):
+            return False
+        return not all(self._does_work_of(node, old) for old in products)
+
+    def _does_work_of(self, node: SummaryNode, old: int) -> bool:
+        """Whether a node does exactly the work of an original product, as far as is known.
+
+        A product of one module may have other attributes, such as the format of its weight, if its
+        result is an original tensor. A product of several modules has to be the same in everything.
+        """
+        original, stored = self._before.nodes[old], self._after.stored_inputs(node)
+        has_same_weights = all(map(self._alignment.is_unscaled, stored))
+        if len(original.owners) < 2:
+            if has_same_weights and _work_attributes(node) == _work_attributes(original):
+                return True
+            return not self._alignment.evidence.values.keys().isdisjoint(node.makes)
+        if not has_same_weights or not includes(node.op, original.op):
+            return False
+        if original.attributes and _work_attributes(node) != _work_attributes(original):
+            return False
+        return len(stored) >= len(self._before.stored_inputs(original))
 
     def _misses_producer(self, index: int) -> bool:
         """Whether a node outputs an original tensor, and does not replace the producer of it."""

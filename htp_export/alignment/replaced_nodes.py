@@ -462,12 +462,17 @@ class _Division:
             is_computed = self.before.maker[member] != NOTHING and not self._is_idle(member)
             if is_computed and (member == origin or member not in self._taken):
                 equal.append(member)
-        further = (*alignment.further_originals.get(value, ()), *alignment.parts.get(value, ()))
-        also = [original for original in further if self.number[original] not in behind]
+        also = self._outside(alignment.further_originals.get(value, ()), behind)
+        # All of a concatenation is computed; of equal tensors, consumers may tell which.
+        joined = self._outside(alignment.parts.get(value, ()), behind)
         if alignment.by_consumers:
             distinct = list(dict.fromkeys((equal or [origin]) + also))
-            return self._read_by_consumers(value, distinct)
-        return list(dict.fromkeys((self._read_alike(value, equal) or [origin]) + also))
+            return list(dict.fromkeys(self._read_by_consumers(value, distinct) + joined))
+        return list(dict.fromkeys((self._read_alike(value, equal) or [origin]) + also + joined))
+
+    def _outside(self, originals: Iterable[int], behind: frozenset[int]) -> list[int]:
+        """The original tensors whose numbers are not ``behind``."""
+        return [original for original in originals if self.number[original] not in behind]
 
     def _is_idle(self, original: int) -> bool:
         """Whether the producer of an original value returns its input."""

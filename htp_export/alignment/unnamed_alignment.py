@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from htp_export.alignment.alignment import Alignment, AlignmentEvidence
 from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode
+from htp_export.alignment.numbering import FLOATS
 from htp_export.alignment.weight_similarity import NumericMatch
 from htp_export.format.tags import Reason
 from htp_export.runtime.carried_inputs import pair_names
@@ -99,8 +100,7 @@ class UnnamedAlignment(Alignment):
         """
         if self.before.nodes[self.before.maker[product]].op != node.op:
             return False
-        stored = (v for v in node.inputs if v != NOTHING and not self.after.live[v])
-        return any(self.counterpart[v] == NOTHING for v in stored)
+        return any(self.counterpart[v] == NOTHING for v in self.after.stored_inputs(node))
 
     def _product(self, node: SummaryNode, weight: int) -> int:
         """The output of the only original consumer of a weight that resembles the node."""
@@ -150,6 +150,18 @@ class UnnamedAlignment(Alignment):
         """The original weights whose numbers a value has."""
         match = self.evidence.weights.get(value)
         return () if match is None else match.originals
+
+    def is_unscaled(self, value: int) -> bool:
+        """Whether a weight is the whole of its original, without a factor; true of small constants.
+
+        Levels of a quantized weight have a factor, which is another input.
+        """
+        match = self.evidence.weights.get(value)
+        if match is None:
+            return True
+        has_factor = match.scale != 1 or match.offset != 0
+        is_float = self.after.shape(value)[1] in FLOATS
+        return not match.parts and not (has_factor and is_float)
 
     def anchors(self, value: int) -> set[int]:
         """The numbers of a value's original tensors; none for a small constant."""

@@ -295,8 +295,17 @@ def resembles(op: str, counterpart: str) -> bool:
         >>> resembles("Gemm", "Add"), resembles("MaxPool", "Max"), resembles("Expand", "Exp")
         (True, False, False)
     """
-    name = base_op(op)
-    other = base_op(counterpart)
-    if name == other or name in _parts(counterpart):
-        return True
-    return other in (*_parts(op), *_COMPOSED.get(name, ()))
+    return includes(op, counterpart) or base_op(op) in _parts(counterpart)
+
+
+def includes(op: str, part: str) -> bool:
+    """Whether one operator does the work of another: equal, or the other is in its name.
+
+    Examples:
+        >>> includes("com.microsoft::FusedConv", "Conv"), includes("Conv", "com.microsoft::FusedConv")
+        (True, False)
+        >>> includes("Gemm", "MatMul"), includes("ConvInteger", "Conv")
+        (True, True)
+    """
+    name, other = base_op(op), base_op(part)
+    return name == other or other in (*_parts(op), *_COMPOSED.get(name, ()))

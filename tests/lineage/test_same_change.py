@@ -1,7 +1,8 @@
 """A change has the same owners, calls, fates and signatures whoever makes it: an exporter, our passes, another tool.
 
 Each net is changed by each engine that can make the change. What has to hold is written beside the net; the oracle of
-`tests/truth.py`, which compares values alone, has to find each module exact.
+`tests/truth.py`, which compares values alone, has to find each module exact, and each tensor of a signature to be what
+PyTorch passed.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 import htp_export
 from htp_export import tools
 from tests.nets import Holding, HoldsRouted, composed, sequence, spread, x
-from tests.truth import inexact
+from tests.truth import Judge, named_wrongly, run_pytorch, values_of
 
 Tensor = torch.Tensor
 
@@ -62,6 +63,11 @@ ENGINES: dict[str, Callable[[Path, Path], Any]] = {
     "onnxsim": tools.onnxsim,
     "onnxoptimizer": tools.onnxoptimizer,
     "onnxslim, no names": without_names(tools.onnxslim),
+    "onnxsim, no names": without_names(tools.onnxsim),
+    "onnxoptimizer, no names": without_names(tools.onnxoptimizer),
+    "onnxruntime extended, no names": without_names(
+        lambda file, output: tools.onnxruntime(file, output, level="extended")
+    ),
     "onnxruntime, no names": without_names(
         lambda file, output: tools.onnxruntime(file, output, level="basic")
     ),
@@ -75,12 +81,16 @@ class Change:
     Attributes:
         build: Makes the net.
         inputs: Its inputs.
-        engines: Who makes the change.
+        engines: Who makes the change; ``"export"``: torch itself, with the options ``exported``.
         owners: Operator → the owners of its nodes, in order.
         calls: Operator → the numbers of the calls that its first node computes.
         fates: Module path → its fate.
         groups: Modules that are all fused with one another.
-        options: Of the export.
+        options: Of the export before the change.
+        exported: Of the export that makes the change.
+        lost: Modules whose signatures lack a tensor, as the file has none of its value.
+        reasons: Operator → why its nodes have these owners, where that is the same for all engines.
+        unknown: Engine → operators whose nodes it says are unknown: numbers of masks prove nothing.
         inexact: Modules that the oracle finds inexact: known limits.
     """
 
@@ -92,6 +102,10 @@ class Change:
     fates: dict[str, str] = field(default_factory=dict)
     groups: list[set[str]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
+    exported: dict[str, Any] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
+    reasons: dict[str, str] = field(default_factory=dict)
+    unknown: dict[str, set[str]] = field(default_factory=dict)
     inexact: frozenset[str] = frozenset()
 
 
@@ -147,6 +161,16 @@ class Turn(nn.Module):
         return x.transpose(0, 1)
 
 
+class Sized(Holding, fc=nn.Linear(4, 4)):
+    def forward(self, x: Tensor, causal: bool = False) -> tuple[int, Tensor]:
+        return x.shape[0], self.fc(x)
+
+
+def with_numbers(net: nn.Module, x: Tensor) -> Tensor:
+    size, y = net.patch(x, False)
+    return net.out(y) / size
+
+
 CHANGES: dict[str, Change] = {
     "linear layers that compute in two dimensions": Change(
         lambda: composed(
@@ -165,8 +189,16 @@ CHANGES: dict[str, Change] = {
     "batch norms folded into convolutions": Change(
         conv_norm_twice,
         image(),
-        ("tolerant", "onnxslim", "onnxsim", "onnxslim, no names"),
+        (
+            "export",
+            "tolerant",
+            "onnxslim",
+            "onnxsim",
+            "onnxslim, no names",
+            "onnxruntime, no names",
+        ),
         owners={"Conv": [{"0", "1"}, {"3", "4"}]},
+        reasons={"Conv": "fused"},
         fates={
             "0": "fused",
             "1": "fused",
@@ -176,28 +208,31 @@ CHANGES: dict[str, Change] = {
             "": "computed",
         },
         options=UNFOLDED,
+        exported={"dynamo": False},
+        lost=frozenset("0134"),
     ),
     "a convolution with a norm and its parent's relu": Change(
         lambda: composed(
             conv_norm_relu, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4), out=nn.Conv2d(4, 2, 3)
         ),
         image(),
-        ("fused", "onnxruntime"),
+        ("fused", "onnxruntime", "onnxruntime extended, no names"),
         owners={"FusedConv": [{"conv", "norm", ""}]},
         groups=[{"conv", "norm", ""}],
+        lost=frozenset(("conv", "norm")),
         options={"dynamo": False},
     ),
     "two modules in a row that return their input": Change(
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Dropout(), nn.Linear(4, 2)),
         {"input": x(2, 4)},
-        ("exact", "onnxslim", "onnxsim"),
+        ("export", "exact", "onnxslim", "onnxsim", "onnxslim, no names"),
         fates={"0": "computed", "1": "identity", "2": "identity", "3": "computed"},
         options=PLAIN,
     ),
     "equal calls of one module": Change(
         lambda: composed(equal_calls, a=nn.Linear(4, 4)),
         {"x": x(3, 4)},
-        ("exact", "onnxslim", "onnxslim, no names"),
+        ("export", "exact", "onnxslim", "onnxslim, no names"),
         owners={"Gemm": [{"a"}]},
         calls={"Gemm": [0, 1]},
         fates={"a": "computed"},
@@ -206,7 +241,7 @@ CHANGES: dict[str, Change] = {
     "equal chains": Change(
         lambda: composed(equal_chains, a=nn.Linear(4, 4), o=nn.Linear(4, 4)),
         {"x": x(3, 4)},
-        ("exact", "onnxslim"),
+        ("export", "exact", "onnxslim", "onnxslim, no names"),
         calls={"Relu": [0]},
         fates={"a": "computed", "o": "computed"},
         options=PLAIN,
@@ -214,23 +249,42 @@ CHANGES: dict[str, Change] = {
     "a mask of two modules": Change(
         lambda: composed(masked_twice, a=Masked(), b=Masked()),
         {"x": x(2, 3, 4), "mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
-        ("onnxoptimizer",),
+        ("onnxoptimizer", "onnxoptimizer, no names"),
         owners={"Cast": [{"a", "b"}], "Not": [{"a", "b"}], "Where": [{"a"}, {"b"}]},
+        unknown={"onnxoptimizer, no names": {"Cast", "Not"}},
+        options={"dynamo": False},
+    ),
+    "a mask of two modules, computed once": Change(
+        lambda: composed(masked_twice, a=Masked(), b=Masked()),
+        {"x": x(2, 3, 4), "mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
+        ("exact", "onnxslim", "onnxoptimizer"),
+        owners={"Not": [{"a", "b"}], "Where": [{"a"}, {"b"}]},
+        reasons={"Not": "shared"},
         options={"dynamo": False},
     ),
     "attention as one node": Change(
         lambda: composed(self_attention, **{name: nn.Linear(8, 8) for name in "qkvo"}),
         {"x": x(1, 5, 8)},
-        ("onnxsim",),
+        ("onnxsim", "onnxsim, no names"),
         owners={
             "Attention": [{"", "q", "k", "v"}],
             "Gemm": [{"o"}],
             "Reshape": [{"o"}, {"o"}],
         },
         fates={"o": "computed"},
+        lost=frozenset("qkv"),
         options=UNFOLDED,
     ),
 }
+CHANGES["attention as one node of a pass"] = Change(
+    CHANGES["attention as one node"].build,
+    {"x": x(1, 5, 8)},
+    ("fused",),
+    owners={"Attention": [{"", "q", "k", "v"}], "MatMul": [{"o"}]},
+    fates={"o": "computed"},
+    lost=frozenset("qkv"),
+    options={"dynamo": True},
+)
 CHANGES["a linear layer before a reshape of two modules"] = Change(
     HoldsRouted,
     sequence(),
@@ -244,6 +298,15 @@ CHANGES["a linear layer before a reshape of two modules"] = Change(
     # the reshaped tensor, which `routed` and its router read, is the result of the Gemm now
     inexact=frozenset(("first", "routed", "routed.router")),
 )
+
+
+def wrong_signatures(model: nn.Module, inputs: dict[str, Any], path: Path) -> list[Any]:
+    """The tensors of signatures whose values PyTorch did not pass."""
+    file = onnx.load(path)
+    calls = run_pytorch(model, inputs)[0]
+    return [*named_wrongly(calls, file, values_of(file, inputs))]
+
+
 CASES = [(change, engine) for change, found in CHANGES.items() for engine in found.engines]
 
 
@@ -255,23 +318,58 @@ def test_a_change_has_the_same_owners_whoever_makes_it(
     torch.manual_seed(0)
     model = spread(found.build()).eval()
     file, output = tmp_path / "model.onnx", tmp_path / "changed.onnx"
-    htp_export.export(model, (), file, kwargs=found.inputs, verbose=False, **found.options)
-    ENGINES[engine](file, output)
+    if engine == "export":
+        htp_export.export(model, (), output, kwargs=found.inputs, verbose=False, **found.exported)
+    else:
+        htp_export.export(model, (), file, kwargs=found.inputs, verbose=False, **found.options)
+        ENGINES[engine](file, output)
     tagged = htp_export.load(output)
     nodes = {
         op: [node for node in tagged.nodes if node.op_type == op]
-        for op in {*found.owners, *found.calls}
+        for op in {*found.owners, *found.calls, *found.reasons}
     }
-    assert {
-        op: [set(tagged.owners_of(node)) for node in nodes[op]] for op in found.owners
-    } == found.owners
+    unknown = found.unknown.get(engine, set())
+    for op, owners in found.owners.items():
+        if op not in unknown:
+            assert [set(tagged.owners_of(node)) for node in nodes[op]] == owners, op
+    for op in unknown:
+        assert {node.metadata_props["htp.reason"] for node in nodes[op]} == {"unknown"}
     calls = {
         op: sorted({call.call for call in tagged.work_of(nodes[op][0]).calls}) for op in found.calls
     }
     assert calls == found.calls
+    for op, reason in found.reasons.items():
+        assert {node.metadata_props["htp.reason"] for node in nodes[op]} == {reason}
     assert {path: str(tagged[path].fate) for path in found.fates} == found.fates
     for group in found.groups:
         for path in group - {""}:
             assert {path, *tagged.hierarchy[path].fused_with} == group
-    faults = inexact(model, found.inputs, onnx.load(output))
+    lost = set()
+    for path, signatures in tagged.signatures.items():
+        for signature in signatures:
+            if None in (*signature.inputs.values(), *signature.outputs):
+                lost.add(path)
+    assert lost == found.lost
+    assert wrong_signatures(model, found.inputs, output) == []
+    if unknown:
+        return  # nobody says whose these nodes are
+    faults = Judge(model, found.inputs, output).faults()
     assert {fault[0] for fault in faults} == found.inexact
+
+
+@pytest.mark.parametrize(
+    "engine", ["dynamo", "torchscript", "exact", "onnxslim", "onnxslim, no names"]
+)
+def test_numbers_are_in_no_signature(engine: str, tmp_path: Path) -> None:
+    model, input = composed(with_numbers, patch=Sized(), out=nn.Linear(4, 2)).eval(), x(3, 4)
+    file, output = tmp_path / "model.onnx", tmp_path / "changed.onnx"
+    htp_export.export(
+        model, (), file, kwargs={"x": input}, dynamo=engine != "torchscript", verbose=False
+    )
+    if engine in ENGINES:
+        ENGINES[engine](file, output)
+        file = output
+    signature = htp_export.load(file).signature("patch")
+    assert [*signature.inputs] == ["x"]
+    assert len(signature.outputs) == 1
+    assert wrong_signatures(model, {"x": input}, file) == []
