@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from htp_export.errors import InputError
+from htp_export.process.restoring import no_collection
 
 __all__ = [
     "capability_modules",
@@ -158,7 +159,11 @@ def imported_when_used(
         module_of = imported_for_types(file)
         if name not in module_of:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(module_of[name]), name)
+        # Imported objects stay alive: a full collection during an import finds nothing, and visits
+        # every object of torch.
+        with no_collection(kept=True):
+            imported = importlib.import_module(module_of[name])
+        return getattr(imported, name)
 
     return get_attribute
 

@@ -16,7 +16,7 @@ import onnx
 from htp_export.exporter.capture.calls import CallTensors, Key, Node, Operation, Record
 from htp_export.exporter.capture.jit_calls import Matching, ScriptCalls, Trace
 from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versions
-from htp_export.exporter.capture.made_weights import JitWeights
+from htp_export.exporter.capture.jit_weights import JitWeights
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.root_module_call import RootCall, RootCalls
 from htp_export.exporter.capture.running import Guarded
