@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 import torch
 
-from htp_export.errors import CaptureError, described
+from htp_export.errors import CaptureError, TorchChangedError, described
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes, refused_modules
 from htp_export.exporter.capture.root_module_call import RootCalls
@@ -285,6 +285,9 @@ class TorchScript:
         turn_attention_fast_path_off(self._changes)
         keep_training_modes(self._changes, self.model)
         hold_collection(self._changes)
+        if running.hurries.get():
+            with contextlib.suppress(TorchChangedError):  # then torch does all of its work itself
+                patches.FASTER_TORCHSCRIPT.hold(self._changes)
         try:
             return self._attempt(export)
         except (Warning, CaptureError):  # warnings as errors, or an error of the capture

@@ -175,7 +175,7 @@ def export(
         refuse_caches(positional, kwargs or {})
     shared = None if weights is None else _SharedWeights.of(weights, f, dynamo=uses_dynamo)
     exporter = running.wanted() or _Exporter()
-    run: Run = advice_on_caches(positional, kwargs or {})(torch.onnx.export)
+    run: Run = torch.onnx.export
     options["verbose"] = bool(verbose)  # torch's None prints a line for each step
     options["export_modules_as_functions"] = False  # a step afterwards, for both exporters
     if names is not None or export_modules_as_functions:
@@ -188,9 +188,10 @@ def export(
         hide_messages(changes)
         _watch(changes, entry, exporter)
         set_variable(changes, running.exporter, exporter)
-        if shared is None:
-            return run(model, args, f, **options)
-        return shared.written(lambda file: run(model, args, file, **options))
+        with advice_on_caches(positional, kwargs or {}):
+            if shared is None:
+                return run(model, args, f, **options)
+            return shared.written(lambda file: run(model, args, file, **options))
 
     # All of it alone, not only the trace: torch first reads its translations, which parses sources,
     # and CPython 3.11's parser sometimes fails if two threads do that ("AST constructor recursion
