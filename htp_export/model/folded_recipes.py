@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.format.recipes import CONSTANT, Recipe, step
+from htp_export.format.recipes import CONSTANT, Recipe, recipe_to_text, step
 from htp_export.shapes.operator_kinds import RESHAPING
 
 ARITHMETIC = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "neg", "Sqrt": "sqrt"}
@@ -17,11 +17,13 @@ ARITHMETIC = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "ne
 
 def merged(recipes: Iterable[Recipe]) -> Recipe:
     """The recipe of a tensor that replaces several equal ones."""
-    different: list[Recipe] = []
+    # by their texts: many tensors may be equal, and lists cannot be hashed
+    different: dict[str, Recipe] = {}
     for recipe in recipes:
-        if recipe not in different:
-            different.append(recipe)
-    return different[0] if len(different) == 1 else step("equal", *different)
+        different.setdefault(recipe_to_text(recipe), recipe)
+    if len(different) == 1:
+        return next(iter(different.values()))
+    return step("equal", *different.values())
 
 
 def folded(
