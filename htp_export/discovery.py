@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Collection
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -159,11 +160,13 @@ def imported_when_used(
         module_of = imported_for_types(file)
         if name not in module_of:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        # Imported objects stay alive: a full collection during an import finds nothing, and visits
-        # every object of torch.
-        with no_collection(kept=True):
-            imported = importlib.import_module(module_of[name])
-        return getattr(imported, name)
+        module_name = module_of[name]
+        if module_name not in sys.modules:
+            # Imported objects stay alive: a full collection during an import finds nothing, and
+            # visits every object of torch.
+            with no_collection(kept=True):
+                importlib.import_module(module_name)
+        return getattr(importlib.import_module(module_name), name)
 
     return get_attribute
 
