@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Collection
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from htp_export.errors import InputError
+from htp_export.process.restoring import no_collection
 
 __all__ = [
     "capability_modules",
@@ -158,7 +160,13 @@ def imported_when_used(
         module_of = imported_for_types(file)
         if name not in module_of:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(module_of[name]), name)
+        module_name = module_of[name]
+        if module_name not in sys.modules:
+            # Imported objects stay alive: a full collection during an import finds nothing, and
+            # visits every object of torch.
+            with no_collection(kept=True):
+                importlib.import_module(module_name)
+        return getattr(importlib.import_module(module_name), name)
 
     return get_attribute
 

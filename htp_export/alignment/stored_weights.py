@@ -23,11 +23,11 @@ from htp_export.format.recipes import (
     recipe_to_text,
     step,
 )
+from htp_export.model.folded_recipes import merged
 from htp_export.model.hashes import array_hash, is_filled, same_numbers
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import (
     known_beginning,
-    merged,
     recipe_of,
     recipes_of_computed,
     recorded,

@@ -40,6 +40,9 @@ _FEWEST = 4
 _PLACES = 128
 """Elements of a sample: for two random tensors, its error is about 1.4, and never below 0.9."""
 
+_BLOCK = 1 << 18
+"""Elements that are converted to float64 at once: 2 MB, whatever the size of a weight."""
+
 _SAMPLED = 1.5
 """Factor from the error of the whole tensor to that of a sample, which varies."""
 
@@ -91,19 +94,55 @@ def relative_error(array: Array, original: Array) -> float:
 
     Infinite if an infinity of the original is not in the same place, and for empty arrays.
     """
-    mine, theirs = array.astype(np.float64), original.astype(np.float64)
-    finite = np.isfinite(theirs)
-    if not finite.all():  # masks contain infinities, which must be in the same places
-        if not np.array_equal(mine[~finite], theirs[~finite]):
+    if array.shape != original.shape:
+        array, original = np.broadcast_arrays(array, original)
+    count = 0
+    total = 0.0
+    difference = 0.0  # squared, as `spread`
+    for mine, theirs in _finite_blocks(array, original):
+        if mine is None:  # masks contain infinities, which must be in the same places
             return math.inf
-        mine, theirs = mine[finite], theirs[finite]
-    if not theirs.size:
+        count += theirs.size
+        total += float(theirs.sum())
+        change = mine - theirs
+        difference += float(change @ change)
+    if not count:
         return math.inf
-    scale = float(np.linalg.norm(theirs - theirs.mean()))
-    difference = float(np.linalg.norm(mine - theirs))
-    if scale and math.isfinite(difference):
-        return difference / scale
+    mean = total / count
+    spread = 0.0
+    for _, theirs in _finite_blocks(original, original):
+        theirs -= mean
+        spread += float(theirs @ theirs)
+    if spread and math.isfinite(difference):
+        return math.sqrt(difference / spread)
     return math.inf if difference else 0.0
+
+
+def _finite_blocks(array: Array, original: Array) -> Iterator[tuple[Array | None, Array]]:
+    """The finite numbers of an original, and those of an array in their places, in blocks of float64.
+
+    None in place of an array whose other numbers differ. In blocks, because each copy of a weight
+    in float64 has twice its size.
+    """
+    for mine, theirs in zip(_blocks(array), _blocks(original), strict=True):
+        finite = np.isfinite(theirs)
+        if finite.all():
+            yield mine, theirs
+        elif np.array_equal(mine[~finite], theirs[~finite]):
+            yield mine[finite], theirs[finite]
+        else:
+            yield None, theirs
+
+
+def _blocks(array: Array) -> Iterator[Array]:
+    """The numbers of an array in order, as new arrays of float64 of limited size."""
+    if array.flags.c_contiguous:
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, _BLOCK):
+            yield flat[start : start + _BLOCK].astype(np.float64)
+        return
+    for start in range(0, array.size, _BLOCK):
+        yield array.flat[start : start + _BLOCK].astype(np.float64)
 
 
 def is_distinctive(array: Array) -> bool:
@@ -368,11 +407,24 @@ def _is_whole(array: Array) -> bool:
 
 def _facts(array: Array) -> Array:
     """Mean, root mean square and largest absolute number: equal in every layout, without infinities."""
-    numbers = array.reshape(-1).astype(np.float64)
-    numbers = numbers[np.abs(numbers) < 1e30]  # masks contain the lowest number of a type
-    if not numbers.size:
+    count = 0
+    total = 0.0
+    squares = 0.0
+    largest = 0.0
+    for numbers in _blocks(array):
+        sizes = np.abs(numbers)
+        is_number = sizes < 1e30  # masks contain the lowest number of a type
+        if not is_number.all():
+            numbers, sizes = numbers[is_number], sizes[is_number]
+        if not numbers.size:
+            continue
+        count += numbers.size
+        total += float(numbers.sum())
+        squares += float(numbers @ numbers)
+        largest = max(largest, float(sizes.max()))
+    if not count:
         return np.full(3, math.inf)
-    return np.array([numbers.mean(), math.sqrt(np.square(numbers).mean()), np.abs(numbers).max()])
+    return np.array([total / count, math.sqrt(squares / count), largest])
 
 
 def _error_in_any_layout(array: Array, entry: _Original, limit: float) -> tuple[float, bool]:

@@ -28,13 +28,13 @@ from typing import Annotated, Any, Protocol, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from htp_export.command.lazy_sympy import import_onnx_ir
 from htp_export.command.options import Idle, check_options
 from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
 from htp_export.command.streams import has_lost_reader
 from htp_export.discovery import capability_modules, plug_ins
 from htp_export.errors import InputError, described
 from htp_export.plans.plan_options import rules_as_typed
+from htp_export.process.lazy_sympy import import_onnx_ir
 
 GROUPS = ("Export", "Look", "Check and measure", "Cut", "Optimise", "Compress", "Deploy")
 """The headings of the help, in order. Commands without a ``PLACE`` follow below another heading."""

@@ -6,15 +6,16 @@ import contextlib
 import io
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import onnx
 import onnx_ir as ir
 import torch
 
 from htp_export.editing.path_names import check_style, check_tags, give_path_names
+from htp_export.exporter.export_arguments import Run
 from htp_export.files.filesystem import is_special, temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.write_file import work_folder
@@ -22,13 +23,6 @@ from htp_export.files.written_check import made_from
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 
 _log = logging.getLogger(__name__)
-
-Run: TypeAlias = Callable[..., torch.onnx.ONNXProgram | None]
-
-ModulesAsFunctions: TypeAlias = (
-    bool | str | type[torch.nn.Module] | Collection[type[torch.nn.Module] | str]
-)
-"""True for every module, classes of modules, or a selector; see ``TaggedModel.select``."""
 
 
 class AfterExport(Protocol):

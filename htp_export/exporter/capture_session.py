@@ -6,16 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 import torch
 
-from htp_export.errors import CaptureError, described
+from htp_export.errors import CaptureError, TorchChangedError, described
 from htp_export.exporter.capture import patches, running, torch_internals
-from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes, refused_modules
-from htp_export.exporter.capture.onnx_graph import nodes_of_model
 from htp_export.exporter.capture.root_module_call import RootCalls
 from htp_export.exporter.capture.running import export_untagged, seam
 from htp_export.exporter.capture.saving import save_whole
@@ -36,6 +34,9 @@ from htp_export.process.restoring import (
     set_variable,
     turn_attention_fast_path_off,
 )
+
+if TYPE_CHECKING:
+    from htp_export.exporter.capture.dynamo import DynamoCapture
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ class Rewriting:
 
 def _state(model: ir.Model) -> list[Any]:
     """The state of a model that tags depend on: nodes, values (by identity) and their names."""
+    from htp_export.exporter.capture.onnx_graph import nodes_of_model
+
     boundary = [(value, value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
     nodes = list(nodes_of_model(model))
     inputs = [node.inputs for node in nodes]
@@ -138,6 +141,8 @@ def _output_names(node: ir.Node) -> list[str | None]:
 
 
 def _untag(model: ir.Model) -> None:
+    from htp_export.exporter.capture.onnx_graph import nodes_of_model
+
     nodes = list(nodes_of_model(model))
     remove_tags(model, nodes)
     for node in nodes:
@@ -159,6 +164,8 @@ class Dynamo:
         follow: Callable[[Rewriting], None] | None,
         changes: Changes,
     ) -> None:
+        from htp_export.exporter.capture.dynamo import DynamoCapture
+
         self._changes = changes
         self._model = model
         self._follow = follow
@@ -189,6 +196,8 @@ class Program:
     patches = (patches.MODULE_CALLS,)
 
     def __init__(self, model: Any, changes: Changes) -> None:
+        from htp_export.exporter.capture.dynamo import DynamoCapture
+
         self._changes = changes
         self._model = model
         self.names = ModuleNames(model)
@@ -268,6 +277,9 @@ class TorchScript:
         turn_attention_fast_path_off(self._changes)
         keep_training_modes(self._changes, self.model)
         hold_collection(self._changes)
+        if running.hurries.get():
+            with contextlib.suppress(TorchChangedError):  # then torch does all of its work itself
+                patches.FASTER_TORCHSCRIPT.hold(self._changes)
         try:
             return self._attempt(export)
         except (Warning, CaptureError):  # warnings as errors, or an error of the capture
@@ -354,7 +366,7 @@ def _named_failure(capture: DynamoCapture | TorchScriptCapture, model: Any) -> I
         raise
     except Exception as error:
         called = capture.running if capture.fault is None else ()
-        dynamo = isinstance(capture, DynamoCapture)
+        dynamo = not isinstance(capture, TorchScriptCapture)
         by_id = ModuleNames(model).by_id if isinstance(model, torch.nn.Module) else {}
         for note in notes_of_failure(error, by_id, called, dynamo=dynamo):
             error.add_note(f"htp_export: {note}")

@@ -7,12 +7,21 @@ another opset, it only logs a message.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
 
 from htp_export.errors import InputError
 from htp_export.exporter.capture import torch_internals
 from htp_export.format.leaves import caches_in, is_cache
+
+Run: TypeAlias = Callable[..., torch.onnx.ONNXProgram | None]
+
+ModulesAsFunctions: TypeAlias = (
+    bool | str | type[torch.nn.Module] | Collection[type[torch.nn.Module] | str]
+)
+"""True for every module, classes of modules, or a selector; see ``TaggedModel.select``."""
 
 
 def prepare_caches(

@@ -10,26 +10,21 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.discovery import provider
 from htp_export.errors import CaptureError, InputError, TorchChangedError
-from htp_export.exporter.after_export import (
-    AfterExport,
-    ModulesAsFunctions,
-    NamesOfModules,
-    Run,
-    around,
-)
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.patching import Patches
 from htp_export.exporter.capture.running import export_untagged, seam
 from htp_export.exporter.capture.saving import check_writable
 from htp_export.exporter.capture_session import Dynamo, Program, Rewriting, TorchScript
 from htp_export.exporter.export_arguments import (
+    ModulesAsFunctions,
+    Run,
     advice_on_caches,
     check_opset,
     other_opset,
@@ -40,6 +35,9 @@ from htp_export.exporter.export_cache import remember
 from htp_export.exporter.quiet import hide_messages, show_tree_in_notebooks
 from htp_export.files.write_file import work_folder
 from htp_export.process.restoring import Changes, set_variable
+
+if TYPE_CHECKING:
+    from htp_export.exporter.after_export import AfterExport
 
 
 def export(
@@ -177,19 +175,23 @@ def export(
         refuse_caches(positional, kwargs or {})
     shared = None if weights is None else _SharedWeights.of(weights, f, dynamo=uses_dynamo)
     exporter = running.wanted() or _Exporter()
-    run: Run = advice_on_caches(positional, kwargs or {})(torch.onnx.export)
+    run: Run = torch.onnx.export
     options["verbose"] = bool(verbose)  # torch's None prints a line for each step
     options["export_modules_as_functions"] = False  # a step afterwards, for both exporters
-    for step in _steps_after(model, names, export_modules_as_functions):
-        exporter, run = around(step, exporter, run, dynamo=uses_dynamo)
+    if names is not None or export_modules_as_functions:
+        from htp_export.exporter.after_export import around
+
+        for step in _steps_after(model, names, export_modules_as_functions):
+            exporter, run = around(step, exporter, run, dynamo=uses_dynamo)
 
     def tagged(changes: Changes) -> torch.onnx.ONNXProgram | None:
         hide_messages(changes)
         _watch(changes, entry, exporter)
         set_variable(changes, running.exporter, exporter)
-        if shared is None:
-            return run(model, args, f, **options)
-        return shared.written(lambda file: run(model, args, file, **options))
+        with advice_on_caches(positional, kwargs or {}):
+            if shared is None:
+                return run(model, args, f, **options)
+            return shared.written(lambda file: run(model, args, file, **options))
 
     # All of it alone, not only the trace: torch first reads its translations, which parses sources,
     # and CPython 3.11's parser sometimes fails if two threads do that ("AST constructor recursion
@@ -242,6 +244,8 @@ def _steps_after(
     functions: ModulesAsFunctions,
 ) -> list[AfterExport]:
     """The changes of the tagged model that are requested as options of the export."""
+    from htp_export.exporter.after_export import NamesOfModules
+
     steps: list[AfterExport] = []
     if names is not None:
         steps.append(NamesOfModules(names))

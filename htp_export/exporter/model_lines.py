@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -47,7 +47,7 @@ _TRACED = re.compile(r"^(.+)\(([0-9]{1,9})\): (.+)$")
 _SCRIPTED = re.compile(r'File "([^"\n]+)", line ([0-9]{1,9})')
 
 
-def line_of_range(text: str, ends: Iterable[str]) -> SourceLine | None:
+def line_of_range(text: str, ends: Container[str]) -> SourceLine | None:
     r"""The innermost line outside of torch in the source range of a JIT node; None without one.
 
     Args:
@@ -61,18 +61,30 @@ def line_of_range(text: str, ends: Iterable[str]) -> SourceLine | None:
         >>> line_of_range("/run.py(3): run\n/a.py(1): b", ["/run.py"]) is None
         True
     """
-    callers = frozenset(ends)
-    for row in text.splitlines():
-        frame = _TRACED.match(row)
-        if frame is not None:
-            file, line, function = frame[1], int(frame[2]), frame[3]
-        else:
-            scripted = _SCRIPTED.search(row)
-            if scripted is None:
-                continue
-            file, line, function = scripted[1], int(scripted[2]), "forward"
-        if file in callers:
+    begin = 0
+    while begin < len(text):
+        # not all rows: usually, one of the first is of the model
+        end = text.find("\n", begin)
+        row = text[begin:] if end < 0 else text[begin:end]
+        begin += len(row) + 1
+        found = _frame_of(row)
+        if found is None:
+            continue
+        file, line, function = found
+        if file in ends:
             return None
         if is_of_model(file):
             return SourceLine(file, line, function, linecache.getline(file, line).strip())
     return None
+
+
+@lru_cache(maxsize=4096)
+def _frame_of(row: str) -> tuple[str, int, str] | None:
+    """The file, the line and the function of a row of a source range; None for other rows."""
+    frame = _TRACED.match(row)
+    if frame is not None:
+        return frame[1], int(frame[2]), frame[3]
+    scripted = _SCRIPTED.search(row)
+    if scripted is None:
+        return None
+    return scripted[1], int(scripted[2]), "forward"

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from htp_export.model.tagged import load
 from htp_export.process.restoring import Changes
 
 _REGISTRATION = "torch.onnx._internal.exporter._registration"
@@ -44,6 +43,8 @@ def show_tree_in_notebooks(program: Any) -> None:
 
 
 def _mimebundle(program: Any, **_: Any) -> Mapping[str, str]:
+    from htp_export.model.tagged import load
+
     tagged = load(program)
     return {"text/plain": repr(tagged), "text/html": tagged._repr_html_()}
 

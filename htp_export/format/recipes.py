@@ -173,7 +173,8 @@ def step(word: str, *parts: Any) -> Recipe:
         if simplified is not None:
             return simplified
     recipe = [word, *operands, *setting]
-    if len(recipe_to_text(recipe)) > _LONGEST or _depth(recipe) > _DEEPEST:
+    is_wide = len(operands) > form.most  # a reader refuses it: one tensor for a thousand equal ones
+    if is_wide or len(recipe_to_text(recipe)) > _LONGEST or _depth(recipe) > _DEEPEST:
         return _computed(operands, f"{word}, and more")
     return recipe
 

@@ -173,6 +173,8 @@ class Boundaries(Generic[Key]):
 
     def _outermost(self, paths: Sequence[str]) -> str | None:
         """The module that contains all others of some modules; None if there is none."""
+        if len(paths) == 1:
+            return paths[0]
         outer: str | None = None
         for path in paths:
             if any(self._is_inside(path, other) for other in paths):

@@ -26,9 +26,25 @@ def array_hash(array: npt.NDArray[Any]) -> bytes:
         >>> array_hash(np.ones((2, 3))) == array_hash(np.ones(6)), array_hash(np.ones(6)) == array_hash(np.ones(5))
         (True, False)
     """
-    return hashlib.blake2b(
-        np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, digest_size=16
-    ).digest()
+    digest = hashlib.blake2b(digest_size=16)
+    for rows in _in_order(array):
+        digest.update(rows.reshape(-1).view(np.uint8).data)
+    return digest.digest()
+
+
+_PART_BYTES = 1 << 22
+"""Bytes that are copied at once of an array in another order: a transposed weight is not copied whole."""
+
+
+def _in_order(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """The array in parts along its first axis, each with its numbers in order in memory."""
+    if array.flags.c_contiguous or array.ndim < 2:
+        yield np.ascontiguousarray(array)
+        return
+    row_bytes = max(1, array.nbytes // max(1, array.shape[0]))
+    step = max(1, _PART_BYTES // row_bytes)
+    for start in range(0, array.shape[0], step):
+        yield np.ascontiguousarray(array[start : start + step])
 
 
 def same_numbers(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:

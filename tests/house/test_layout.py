@@ -22,7 +22,8 @@ PACKAGE = Path(htp_export.__file__).parent
 # from another one.
 ROWS = [
     ["errors", "version"],
-    ["discovery", "extras", "process"],
+    ["process"],
+    ["discovery", "extras"],
     ["format"],
     ["files", "reporting", "shapes"],
     ["model"],

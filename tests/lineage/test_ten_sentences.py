@@ -17,7 +17,8 @@ import htp_export
 from htp_export import tools
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work
+from htp_export.lineage.owner_rule import OwnerRule, Replacement, Work
+from htp_export.lineage.tagging import Owned
 from tests.nets import Holding, composed, spread, x
 
 Tensor = torch.Tensor

@@ -20,7 +20,13 @@ from torch import nn
 import htp_export
 from htp_export import tools
 from htp_export.errors import InputError
-from htp_export.format.recipes import is_exact, parameters_in
+from htp_export.format.recipes import (
+    is_exact,
+    parameters_in,
+    recipe_from_text,
+    recipe_to_text,
+    step,
+)
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.tagged import load
 from htp_export.weights.rebuilding import Rebuilt, rebuilt
@@ -410,3 +416,10 @@ def test_an_exponential_that_torch_folds_is_computed_as_torch_folds_it(tmp_path)
     assert {"scale", "decay"} <= {
         name for value in made.tensors for name in parameters_in(recipe_of(value))
     }
+
+
+def test_a_recipe_of_more_equal_tensors_than_a_reader_accepts_only_names_some():
+    """1,000 equal weights were merged into a file that nothing of ours could read."""
+    recipe = step("equal", *(f"layers.{number}.weight" for number in range(1000)))
+    assert recipe[0] == "computed"
+    assert recipe_from_text(recipe_to_text(recipe)) == recipe

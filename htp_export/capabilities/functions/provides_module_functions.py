@@ -18,7 +18,7 @@ import torch
 
 from htp_export.capabilities.functions.nesting import Nested, functions
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.exporter.after_export import ModulesAsFunctions
+from htp_export.exporter.export_arguments import ModulesAsFunctions
 from htp_export.format import selectors
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.tagged import ModelSource, load

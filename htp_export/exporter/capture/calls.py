@@ -110,8 +110,8 @@ class CallLog:
         """Record the inputs of the innermost call; ``key`` returns a tensor's key in the graph."""
         names = [name for name, _ in given.inputs]
         tensors = [tensor for _, tensor in given.inputs]
-        keys = keys_of(tensors, key)
-        entering = given._replace(inputs=tuple(zip(names, keys, strict=True)))
+        inputs = tuple(zip(names, keys_of(tensors, key), strict=True))
+        entering = CallTensors(inputs, given.outputs, given.containers, given.numbers)
         self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
     def exit(self, results: list[Any], key: Callable[[Any], Any]) -> None:
@@ -121,7 +121,10 @@ class CallLog:
         input_ids, entered = self._inputs.pop(index)
         if self.returned_inputs.get(path, True):
             self.returned_inputs[path] = all(id(tensor) in input_ids for tensor in results)
-        self.call_tensors[index] = entered._replace(outputs=keys_of(results, key))
+        outputs = keys_of(results, key)
+        self.call_tensors[index] = CallTensors(
+            entered.inputs, outputs, entered.containers, entered.numbers
+        )
 
     def count(self, path: str) -> int:
         """The number of calls of a module."""

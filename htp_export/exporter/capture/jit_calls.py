@@ -66,6 +66,7 @@ class Trace:
         self._unscoped: set[int] = set()  # calls without a scope
         # traced tensors in place of numbers among the model's arguments
         self._numbers: set[int | None] = set()
+        self.asks = False  # whether numbers of values are read: no value gets a name meanwhile
         # call → two numbers: values between them, in the caller's scope, belong to the call
         self._between: dict[int, list[int]] = {}
 
@@ -113,8 +114,12 @@ class Trace:
         # Not before: the tracer would turn an unknown tensor into a constant, named after the
         # caller's scope.
         index = self.log.stack[-1]
-        self.log.record_inputs(self._without_numbers(given), traced_number)
-        self.log.exit(self._tensors(list(tensors_in(result))), traced_number)
+        self.asks = True
+        try:
+            self.log.record_inputs(self._without_numbers(given), traced_number)
+            self.log.exit(self._tensors(list(tensors_in(result))), traced_number)
+        finally:
+            self.asks = False
         if index in self._between:
             self._between[index].append(next_number())
         if self.log.stack:
@@ -140,7 +145,10 @@ class Trace:
 
         Numbers among the arguments of the model are inputs of the graph: they stay, and are marked.
         """
-        flags = keys_of([tensor for _, tensor in given.inputs], self._is_number)
+        tensors = [tensor for _, tensor in given.inputs]
+        if all(map(_has_axes, tensors)):
+            return given
+        flags = keys_of(tensors, self._is_number)
         if not any(flags):
             return given
         numbers = frozenset(name for name, _ in itertools.compress(given.inputs, flags))
@@ -150,6 +158,8 @@ class Trace:
 
     def _tensors(self, traced: list[Any]) -> list[Any]:
         """The subset of traced tensors that are tensors in PyTorch, too."""
+        if all(map(_has_axes, traced)):
+            return traced
         flags = keys_of(traced, self._is_number)
         if not any(flags):
             return traced
@@ -196,6 +206,11 @@ class Trace:
             for place, node in enumerate(self.nodes):
                 if node.call == parent and node.outputs and began < node.outputs[0] < ended:
                     self.nodes[place] = node._replace(call=index)
+
+
+def _has_axes(*tensor: Any) -> bool:
+    """Whether a tensor is no number for sure. It has no name here for the reason in `traced_number`."""
+    return bool(tensor[0].dim())
 
 
 def _with_usual_names(traced: Sequence[TracedNode], reading: Reading) -> Sequence[TracedNode]:

@@ -2,7 +2,7 @@
 
 A wrapper calls the original and reports to the capture of the running export. Some do more while an
 export of ours runs in this thread: `slow_forward`, `traced`, `export_file` and `call_region`
-replace the original, and `serialize` does the same work faster. In every other thread and task, all
+replace the original; `serialize` and `FASTER_TORCHSCRIPT` do the same work faster. In every other thread and task, all
 of them only call the original. ``tests/exporter/test_torch_internals.py`` fails if a place in this
 file has moved.
 """
@@ -12,7 +12,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from htp_export.exporter.capture import dynamo_patches, saving, torchscript_patches
+from htp_export.exporter.capture import (
+    dynamo_patches,
+    faster_torchscript,
+    saving,
+    torchscript_patches,
+)
 from htp_export.exporter.capture.patching import Patch, Patches, noting
 from htp_export.exporter.capture.running import (
     dynamo_capture,
@@ -28,7 +33,6 @@ _SCRIPT_PROTO = "torch.onnx._internal.torchscript_exporter.onnx_proto_utils"
 
 _OF_FX_GRAPH = "recording the ONNX values of an FX graph"
 _FIRST_GRAPH = "reading the ONNX graph as it was translated"
-_JIT_GRAPH = "reading the graph that is to be translated"
 _OPERATOR = "following the translation of an operator"
 _FUNCTION = "following the translation of an autograd.Function"
 
@@ -93,8 +97,8 @@ DYNAMO_RESET = Patches(Patch("torch._dynamo", "reset", dynamo_patches.reset_dyna
 
 TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", torchscript_patches.traced),
-    # The source of the graph: for a quantized model, torch runs `torch.jit.trace` before.
-    Patch(_SCRIPT, "_create_jit_graph", noting(script_capture, _JIT_GRAPH, "created")),
+    # What it gets was created before: for a quantized model, torch runs `torch.jit.trace` then.
+    Patch(_SCRIPT, "_get_named_param_dict", torchscript_patches.named_parameters),
     Patch(
         _SCRIPT, "_run_symbolic_function", noting(script_capture, _OPERATOR, "translation.node", 2)
     ),
@@ -108,6 +112,18 @@ TORCHSCRIPT = Patches(
     Patch(_SCRIPT_PROTO, "_export_file", torchscript_patches.export_file),
     Patch("torch.nn", "Module._slow_forward", torchscript_patches.slow_forward),
     Patch("torch._C", "Graph._export_onnx", torchscript_patches.serialize),
+)
+
+FASTER_TORCHSCRIPT = Patches(
+    Patch("torch._C", "Node.inputs", faster_torchscript.listed("inputsSize", "inputsAt")),
+    Patch("torch._C", "Node.outputs", faster_torchscript.listed("outputsSize", "outputsAt")),
+    Patch("torch._C", "Node.blocks", faster_torchscript.blocks),
+    Patch(
+        "torch.onnx._internal.torchscript_exporter.symbolic_helper",
+        "inspect",
+        faster_torchscript.SignaturesOnce,
+    ),
+    Patch("torch.jit._trace", "_create_interpreter_name_lookup_fn", faster_torchscript.name_lookup),
 )
 
 EVERY = tuple(group for group in globals().copy().values() if isinstance(group, Patches))

@@ -35,6 +35,8 @@ script_capture: ContextVar[Any] = ContextVar("htp_export_torchscript", default=N
 translations_read: ContextVar[dict[tuple[tuple[str, Any], ...], Any] | None] = ContextVar(
     "htp_export_translations", default=None
 )
+# whether torch's own repeated work is saved: `faster_torchscript`
+hurries: ContextVar[bool] = ContextVar("htp_export_hurries", default=True)
 keeps_dynamo: ContextVar[bool] = ContextVar("htp_export_keeps_dynamo", default=False)
 wants_frames_of_layers: ContextVar[bool] = ContextVar("htp_export_frames_of_layers", default=False)
 

@@ -28,10 +28,8 @@ import torch
 
 from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.exporter.capture.patching import Wrap
-from htp_export.files.external_writers import written_whole
 from htp_export.files.filesystem import check_kind_of_target, is_special, why_not_writable
 from htp_export.files.protobuf_bytes import Weight
-from htp_export.files.structure import fault_of_names
 from htp_export.files.write_file import replace_file
 from htp_export.process.mapped_memory import MappedFiles, release_pages
 
@@ -85,6 +83,9 @@ def _saved_whole(program_class: Any) -> Any:
         ):
             original(self, destination, *args, **kwargs)
             return
+        from htp_export.files.external_writers import written_whole
+        from htp_export.files.structure import fault_of_names
+
         fault = fault_of_names(self.model)
         if fault:
             raise FileError(destination, _INVALID.format(fault))

@@ -7,7 +7,7 @@ consumers show which value replaced it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import onnx
 from htp_export.exporter.capture.calls import CallTensors, Key, Node, Operation, Record
 from htp_export.exporter.capture.jit_calls import Matching, ScriptCalls, Trace
 from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versions
-from htp_export.exporter.capture.made_weights import JitWeights
+from htp_export.exporter.capture.jit_weights import JitWeights
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.root_module_call import RootCall, RootCalls
 from htp_export.exporter.capture.running import Guarded
@@ -86,13 +86,13 @@ class TorchScriptCapture(Guarded):
 
     # --- while the model runs -----------------------------------------------------------------
 
-    def run_trace(self, run: Callable[[Any], Any], model: Any, formatted: Any) -> Any:
+    def run_trace(self, run: Callable[[Any, Any], Any], model: Any, formatted: Any) -> Any:
         """Trace the model with the call that `RootCalls` chooses."""
         traced = self.root.choose(model, formatted)
         changes = self.changes.inner()
         try:
             keep_autocast_cache(changes)
-            result = run(traced)
+            result = run(model, traced)
         finally:
             changes.take_back()
         self.root.traced()
@@ -141,14 +141,13 @@ class TorchScriptCapture(Guarded):
         inputs = (*reading.inputs, *reading.parameters)
         self._set_first(reading, dict(zip(self.trace.inputs, inputs, strict=False)))
 
-    def created(self, result: tuple[Any, ...]) -> None:
+    def created(self, graph: Any, parameters: Sequence[Any]) -> None:
         """Record a graph (and its parameters) that torch created from a traced module.
 
         It does so for quantized models.
         """
         if self._first or not self.trace.nodes:
             return
-        graph, parameters, *_ = result
         self._user_inputs = len(list(graph.inputs())) - len(parameters)
         reading = read(graph, self._user_inputs)
         # The first input of the trace is the module, whose method is traced.

@@ -88,15 +88,33 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def traced(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace the model with the call that `RootCalls` chooses, and record the graph.
+
+    In few frames: see `slow_forward`.
+    """
+
+    @functools.wraps(original)
+    def wrapper(model: Any, args: Any) -> Any:
+        capture = script_capture.get()
+        if capture is None:
+            return original(model, args)
+        result = capture.run_trace(original, model, args)
+        capture.step("reading the traced graph", capture.traced, result[0])
+        return result
+
+    return wrapper
+
+
 @replacing
-def traced(original: Callable[..., Any], model: Any, args: Any) -> Any:
-    """Trace the model with the call that `RootCalls` chooses, and record the graph."""
+def named_parameters(original: Callable[..., Any], graph: Any, parameters: Any) -> Any:
+    """Record the graph that torch created, right afterwards: a wrapper around that would be in each stack."""
     capture = script_capture.get()
-    if capture is None:
-        return original(model, args)
-    result = capture.run_trace(lambda args: original(model, args), model, args)
-    capture.step("reading the traced graph", capture.traced, result[0])
-    return result
+    if capture is not None:
+        capture.step(
+            "reading the graph that is to be translated", capture.created, graph, parameters
+        )
+    return original(graph, parameters)
 
 
 @replacing

@@ -7,7 +7,8 @@ from onnx_ir.passes.common import DeduplicateInitializersPass
 
 from htp_export.capabilities.optimize.registry import register
 from htp_export.format.recipes import Recipe
-from htp_export.model.recipes import lift_constants, merged, recipe_of, recorded
+from htp_export.model.folded_recipes import merged
+from htp_export.model.recipes import lift_constants, recipe_of, recorded
 from htp_export.process.quiet import quiet
 from htp_export.shapes.operator_kinds import graphs_in
 

@@ -9,8 +9,9 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import NodePass, decline, register
 from htp_export.editing.editing import Array, add_initializer, is_constant, replace
+from htp_export.model.folded_recipes import batchnorm_folded
 from htp_export.model.neighbours import only_consumer, producer_of
-from htp_export.model.recipes import batchnorm_folded, recipe_of
+from htp_export.model.recipes import recipe_of
 from htp_export.weights.products import changed_when_written
 
 _LARGEST = 1e8

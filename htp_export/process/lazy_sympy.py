@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +17,11 @@ _NAME = "sympy"
 
 
 def import_onnx_ir() -> None:
-    """Import onnx_ir so that it imports sympy when it uses it; nothing if either is imported already."""
-    if "onnx_ir" in sys.modules or _NAME in sys.modules:
+    """Import onnx_ir so that it imports sympy when it uses it; nothing if either is imported already.
+
+    Nothing, too, if other threads run: one of them could import sympy meanwhile.
+    """
+    if "onnx_ir" in sys.modules or _NAME in sys.modules or threading.active_count() > 1:
         return
     stand_in = _LazySympy(_NAME)
     sys.modules[_NAME] = stand_in
@@ -40,9 +44,11 @@ class _LazySympy(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of sympy; while onnx_ir is imported, a function that calls it later."""
-        if self.is_ready:
-            return getattr(importlib.import_module(_NAME), name)
-        return _Later(name)
+        if not self.is_ready:
+            return _Later(name)
+        attribute = getattr(importlib.import_module(_NAME), name)
+        setattr(self, name, attribute)  # the next access is as fast as one of sympy itself
+        return attribute
 
 
 class _Later:
