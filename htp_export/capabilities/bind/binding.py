@@ -13,12 +13,15 @@ import onnx_ir as ir
 from htp_export.capabilities.bind.bound import Bound, LazyArrays, Origin
 from htp_export.capabilities.bind.destinations import Destination
 from htp_export.capabilities.bind.parts import Selector
+from htp_export.capabilities.bind.ranges import Ranges
 from htp_export.errors import InputError
-from htp_export.files.targets import files_of
-from htp_export.format.recipes import parameters_in, steps_in
+from htp_export.files.targets import files_named_in, files_of
+from htp_export.format.recipes import CONSTANT, parameters_in, steps_in
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.recipes import recipe_of
+from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.reporting.columns import many
+from htp_export.runtime.data import Data
 from htp_export.weights.fitting import Fitted, Needed, fit
 from htp_export.weights.rebuilding import rebuilt
 from htp_export.weights.state_entries import Weights, read_entries
@@ -40,6 +43,7 @@ def bind(
     in_place_data: bool = False,
     share_weights: bool = False,
     only: Selector | None = None,
+    data: Data | None = None,
 ) -> Bound:
     """Load the weights of another checkpoint of the same model into an exported file.
 
@@ -48,8 +52,8 @@ def bind(
     are repeated. The tensor is then equal, bit for bit, to that of a new export of the new weights
     and the same steps; or its entries are in ``unbound``, with the reason.
 
-    Measured ranges of activations, masks of pruning and other constants belong to the old weights
-    and stay; ``notes`` list them.
+    Masks of pruning, other constants, and without ``data`` measured ranges of activations belong to
+    the old weights and stay; ``notes`` list them.
 
     Thread-safe, also for calls on the same model.
 
@@ -72,6 +76,9 @@ def bind(
             others are in its data file.
         only: Selector of modules: write their weights alone, into a data file beside ``output``.
             ``output`` is written by the run after which the weights of all modules are there.
+        data: Inputs of runs, as for `quantize`: measure the ranges of activations again, with the
+            new weights, as ``quantize`` measured them. Ranges for which that is not possible are in
+            ``unmeasured``.
 
     Returns:
         The model with the new weights, and the entries that could not be bound.
@@ -79,7 +86,8 @@ def bind(
     Raises:
         InputError: With ``strict``, an entry is missing, has another shape, or cannot be bound; no
             entry has a name that fits; ``check`` finds a module that differs; or with
-            ``in_place_data``, a tensor within the ONNX file would have other values.
+            ``in_place_data``, a tensor within the ONNX file would have other values; or the ``data`` do
+            not fit the file.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -98,10 +106,11 @@ def bind(
     _check_arguments(
         weights, check, only, has_other=bool(in_place_data or share_weights or adapters)
     )
+    _check_data(data, only, in_place_data=in_place_data)
     destination = Destination.of(
         model,
         output,
-        reads=_files_read(weights, adapters),
+        reads=[*_files_read(weights, adapters), *files_named_in([data])],
         in_place_data=in_place_data,
         share_weights=share_weights,
         only=only,
@@ -117,9 +126,12 @@ def bind(
     tensors = destination.placed(tagged, needed, tensors, fitted.tensors)
     old = _put(tensors)
     tagged.refresh()
+    ranges = Ranges.of(tagged, fitted.tensors, data, name_of(model, "the model"))
+    tensors = {**tensors, **ranges.tensors}
+    old = {**_put(ranges.tensors), **old}
     if check is not None:
         _check(weights, check, tagged)
-    result = _result(tagged, needed, fitted, tensors, unbound)
+    result = _result(tagged, needed, fitted, tensors, unbound, ranges)
     notes = destination.write(tagged, needed, tensors, old, entries.tensors)
     return replace(
         result,
@@ -143,6 +155,15 @@ def _check_arguments(
         )
     if check is not None and not hasattr(weights, "forward"):
         raise InputError("check runs the module that has the weights: give an nn.Module as weights")
+
+
+def _check_data(data: Data | None, only: Selector | None, *, in_place_data: bool) -> None:
+    """Refuse new ranges where the ONNX file, which contains them, is not written by this call."""
+    if data is not None and (only is not None or in_place_data):
+        option = "in_place_data" if in_place_data else "only"
+        raise InputError(
+            f"data change the ranges of activations, which are in the ONNX file, and {option} leaves it as it is"
+        )
 
 
 def _put(
@@ -223,30 +244,31 @@ def _result(
     fitted: Fitted,
     tensors: Mapping[ir.Value, ir.TensorProtocol],
     unbound: Mapping[str, str],
+    ranges: Ranges,
 ) -> Bound:
     notes = list(fitted.notes)
     masked = 0
+    recipes = {value: recipe_of(value) for value in tensors}
     for value in tensors:
-        masked += any(made[0] == "masked" for made in steps_in(needed.recipes[value]))
+        masked += any(made[0] == "masked" for made in steps_in(recipes[value]))
     if masked:
         notes.append(
             f"{many(masked, 'tensor')} keep the zeros that prune chose for the old weights"
         )
-    ranges = sum(node.op_type == "QuantizeLinear" for node in tagged.nodes)
-    if ranges:
-        notes.append(
-            f"ranges of activations at {many(ranges, 'place')} are those of the old weights; to measure them again, "
-            "give quantize the file as it was before, the data and these weights"
-        )
+    notes.extend(ranges.notes)
+    # scales and zero points of activations follow from the data
+    computed = [tensor for value, tensor in tensors.items() if recipes[value] != CONSTANT]
     return Bound(
-        len(tensors),
-        sum(tensor.nbytes for tensor in tensors.values()),
-        fitted.missing,
-        fitted.unexpected,
-        unbound,
-        tuple(notes),
-        LazyArrays(tensors),
-        {str(value.name): needed.recipes[value] for value in tensors},
+        tensors=len(computed),
+        bytes=sum(tensor.nbytes for tensor in computed),
+        missing=fitted.missing,
+        unexpected=fitted.unexpected,
+        unbound=unbound,
+        measured=ranges.measured,
+        unmeasured=ranges.unmeasured,
+        notes=tuple(notes),
+        arrays=LazyArrays(tensors),
+        recipes={str(value.name): recipe for value, recipe in recipes.items()},
         model=tagged.model,
     )
 

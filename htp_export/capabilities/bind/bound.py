@@ -82,6 +82,9 @@ class Bound(TaggedResult):
         missing: Entries that the file was exported from and that are not in the weights.
         unexpected: Entries of the weights that no tensor of the file depends on.
         unbound: Entry → the reason why the tensors that depend on it keep their old values.
+        measured: Number of tensors whose ranges were measured with the new weights.
+        unmeasured: Scale of an activation → the reason why its range could not be measured again;
+            empty without ``data``.
         notes: Conversions and renamings of entries, and constants that still belong to the old weights.
         arrays: Initializer → new array, computed when it is read, as ONNX Runtime's
             ``add_external_initializers`` and TensorRT's ``Refitter`` take them.
@@ -97,6 +100,8 @@ class Bound(TaggedResult):
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     unbound: Mapping[str, str]
+    measured: int = 0
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     arrays: Mapping[str, Array] = field(repr=False, default_factory=dict)
     recipes: Mapping[str, Recipe] = field(repr=False, default_factory=dict)
@@ -110,7 +115,10 @@ class Bound(TaggedResult):
         """The result in one line."""
         left = len(self.unbound)
         kept = f"; entries that are not bound: {left:,}" if left else ""
-        return f"{many(self.tensors, 'tensor')} computed from the new weights{kept}"
+        ranges = f"; {many(self.measured, 'range')} of activations measured again" * bool(
+            self.measured
+        )
+        return f"{many(self.tensors, 'tensor')} computed from the new weights{ranges}{kept}"
 
     def map(self, form: MapFormat = "recipes", shared_with: Bound | None = None) -> dict[str, Any]:
         """Return a map of the stored tensors, for programs that load weights into an engine themselves.

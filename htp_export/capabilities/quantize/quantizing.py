@@ -280,19 +280,27 @@ def _changed(
     # Before any method changes nodes: it records their order and signatures.
     changes = Bookkeeping(changed)
     work = Work(changed, original, choice.facts, original_of, planned, samples, name, control)
+    nodes: dict[Precision, list[ir.Node]] = {}
+    for precision in sorted(choice.nodes, key=_order):
+        nodes[precision] = [copy_of[node] for node in choice.nodes[precision]]
+    left = apply_precisions(nodes, work)
+    changes.settle(planned)
+    return changes.finish(), left
+
+
+def apply_precisions(nodes: Mapping[Precision, Sequence[ir.Node]], work: Work) -> list[Left]:
+    """Give nodes of the changed model their precisions, in place; return the nodes that are left."""
     left: list[Left] = []
     try:
-        for precision in sorted(choice.nodes, key=_order):
-            nodes = [copy_of[node] for node in choice.nodes[precision]]
-            left += precision.how.apply(nodes, work)
+        for precision, members in nodes.items():
+            left += precision.how.apply(members, work)
     except HtpExportError:
         raise
     except Exception as error:
         if not raised_by_tool(error):
             raise
-        raise tool_error(name, error) from error
-    changes.settle(planned)
-    return changes.finish(), left
+        raise tool_error(work.name, error) from error
+    return left
 
 
 def _check_left(choice: PrecisionChoice, left: Sequence[Left], name: str, *, strict: bool) -> None:
