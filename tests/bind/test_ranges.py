@@ -29,7 +29,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.conv(x)).relu()
-        x = self.pool(self.other(x) + 0.3 * x)
+        factors = torch.linspace(0.3, 1.7, 8).reshape(8, 1, 1)
+        x = self.pool(self.other(x) + factors * x)
         return self.fc(x.flatten(1)).softmax(-1)
 
 
@@ -61,9 +62,11 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def runs(file: Path) -> list[dict[str, np.ndarray]]:
-    name = str(htp_export.load(file).model.graph.inputs[0].name)
+    """Two runs of the only input of a file."""
+    [entry] = htp_export.load(file).model.graph.inputs
     random = np.random.default_rng(0)
-    return [{name: random.normal(size=X.shape).astype(np.float32)} for _ in range(2)]
+    shape = tuple(entry.shape.numpy())
+    return [{str(entry.name): random.normal(size=shape).astype(np.float32)} for _ in range(2)]
 
 
 def different(model: Any, expected: Any) -> list[str]:
@@ -112,13 +115,17 @@ def later(name: str, file: Path, output: Path) -> None:
         htp_export.functions(file, ["conv", "fc"], output)
     elif name == "optimize":
         htp_export.optimize(file, output)
+    elif name == "extract":
+        htp_export.extract(file, "other", output)
     elif name == "tap":
         htp_export.tap(file, "fc:in", output)
     else:
         htp_export.quantize(file, {"fc": "int8"}, output, data=runs(file))
 
 
-@pytest.mark.parametrize("step", ["rename", "functions", "optimize", "tap", "quantize again"])
+@pytest.mark.parametrize(
+    "step", ["rename", "functions", "optimize", "tap", "extract", "quantize again"]
+)
 def test_the_ranges_are_measured_again_after_another_step(files, step, tmp_path):
     plan = {"conv": "uint8", "other": "uint8"} if step == "quantize again" else "uint8"
     made = []
