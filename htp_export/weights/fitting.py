@@ -118,6 +118,10 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
     Raises:
         InputError: If no entry has the name of one that the model needs.
     """
+    converted = None if _fits(entries, needed) else entries.converted()
+    is_converted = converted is not None and _fits(converted, needed)
+    if converted is not None and is_converted:
+        entries = converted
     origin_of, note = _named(entries, needed)
     tensors: dict[str, ir.TensorProtocol] = {}
     origins: dict[str, str] = {}
@@ -153,6 +157,8 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
         if name not in known and not needed.may_be_buffer(name, entries.tensors[origin])
     )
     notes = [note] if note else []
+    if is_converted:
+        notes.append("entries have the names and forms in which transformers loads the checkpoint")
     for (kind, wanted), count in casts.items():
         notes.append(f"{count} entries are converted from {kind.name} to {wanted.name}")
     return Fitted(tensors, origins, tuple(missing), unexpected, unfit, tuple(notes))
@@ -179,6 +185,13 @@ def _converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtoco
 def _of_tied(origin_of: Mapping[str, str], needed: Needed, name: str) -> str | None:
     """Return the entry of a shared parameter that the weights contain under one of its other names."""
     return next((origin_of[each] for each in needed.same_as(name) if each in origin_of), None)
+
+
+def _fits(entries: StateEntries, needed: Needed) -> bool:
+    """Whether the entries have all needed names, as they are or with a prefix removed or added."""
+    if not _absent(entries.tensors.keys(), needed):
+        return True
+    return any(not _absent(names.keys(), needed) for _, names in _renamings(entries.tensors))
 
 
 def _named(entries: StateEntries, needed: Needed) -> tuple[Mapping[str, str], str]:
