@@ -187,6 +187,19 @@ def test_a_node_that_a_new_quantization_leaves_keeps_its_ranges_with_the_reason(
     assert all("fc" in why or "Gemm" in why for why in bound.unmeasured.values())
 
 
+def test_ranges_of_a_part_of_another_file_stay(files, tmp_path):
+    """The records of a part that is put into another model are those of its own file."""
+    host, other = tmp_path / "host.onnx", tmp_path / "other.onnx"
+    htp_export.quantize(files[0], {"fc": "int8"}, host, data=runs(files[0]))
+    htp_export.quantize(files[0], {"other": "uint8"}, other, data=runs(files[0]))
+    htp_export.extract(other, "other", tmp_path / "part.onnx")
+    htp_export.splice(host, "other", tmp_path / "part.onnx", tmp_path / "both.onnx")
+    data = runs(host)
+    bound = htp_export.bind(tmp_path / "both.onnx", net(2), data=data)
+    assert bound.measured > 0
+    assert set(bound.unmeasured.values()) == {"the file does not record how its range was measured"}
+
+
 def test_data_without_effect_or_of_other_sizes_are_refused(files, tmp_path):
     data = runs(files[0])
     with pytest.raises(InputError, match="no QuantizeLinear"):
