@@ -1,5 +1,6 @@
 """bind with data: ranges of activations are measured again, as `quantize` of a new export measures them."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from tests.bind.test_bind import same, stored
 from tests.nets import spread
 
 
+FACTORS = torch.linspace(0.3, 1.7, 8).reshape(8, 1, 1)
+
+
 class Net(nn.Module):
     """Convolutions with normalizations, an operator that keeps the scale of its input, a constant, and a product."""
 
@@ -29,8 +33,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.conv(x)).relu()
-        factors = torch.linspace(0.3, 1.7, 8).reshape(8, 1, 1)
-        x = self.pool(self.other(x) + factors * x)
+        x = self.pool(self.other(x) + FACTORS * x)
         return self.fc(x.flatten(1)).softmax(-1)
 
 
@@ -115,17 +118,13 @@ def later(name: str, file: Path, output: Path) -> None:
         htp_export.functions(file, ["conv", "fc"], output)
     elif name == "optimize":
         htp_export.optimize(file, output)
-    elif name == "extract":
-        htp_export.extract(file, "other", output)
     elif name == "tap":
         htp_export.tap(file, "fc:in", output)
     else:
         htp_export.quantize(file, {"fc": "int8"}, output, data=runs(file))
 
 
-@pytest.mark.parametrize(
-    "step", ["rename", "functions", "optimize", "tap", "extract", "quantize again"]
-)
+@pytest.mark.parametrize("step", ["rename", "functions", "optimize", "tap", "quantize again"])
 def test_the_ranges_are_measured_again_after_another_step(files, step, tmp_path):
     plan = {"conv": "uint8", "other": "uint8"} if step == "quantize again" else "uint8"
     made = []
@@ -138,6 +137,30 @@ def test_the_ranges_are_measured_again_after_another_step(files, step, tmp_path)
     assert different(tmp_path / "bound.onnx", made[1]) == []
     assert bound.unmeasured == {}
     assert bound.measured > 0
+
+
+def test_the_floats_of_a_constant_are_recorded_as_no_entry_has_them(files):
+    model = htp_export.quantize(files[0], "uint8", data=runs(files[0])).model
+    kept = [
+        base64.b85decode(value.const_value.metadata_props["htp.floats"])
+        for value in model.graph.initializers.values()
+        if "htp.floats" in value.const_value.metadata_props
+    ]
+    assert kept == [FACTORS.numpy().tobytes()]
+
+
+def test_the_range_of_the_input_of_a_part_is_that_of_its_data(files, tmp_path):
+    whole, part = tmp_path / "whole.onnx", tmp_path / "part.onnx"
+    htp_export.quantize(files[0], "uint8", whole, data=runs(files[0]))
+    htp_export.extract(whole, "other", part)
+    data = runs(part)
+    bound = htp_export.bind(part, net(2), data=data)
+    assert bound.unmeasured == {}
+    [entry] = htp_export.load(part).model.graph.inputs
+    arrays = np.concatenate([run[str(entry.name)] for run in data])
+    [node] = [use.node for use in entry.uses() if use.node.op_type == "QuantizeLinear"]
+    scale = stored(bound.model)[str(node.inputs[1].name)]
+    np.testing.assert_allclose(scale, (arrays.max() - arrays.min()) / 255, rtol=1e-6)
 
 
 def test_modules_in_another_precision_are_noted(files):

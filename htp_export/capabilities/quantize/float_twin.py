@@ -59,7 +59,8 @@ def float_twin(flat: TaggedModel, entries: Mapping[str, Any]) -> TaggedModel:
             _bypass(graph, node, producer.inputs[0])
             continue
         tensor, recipe = _floats(node, entries)
-        weight = add_initializer(graph, tensor, f"{source.name}_floats", recipe)
+        name = recipe if isinstance(recipe, str) else f"{source.name}_floats"
+        weight = add_initializer(graph, tensor, name, recipe)
         node.outputs[0].replace_all_uses_with(weight)
     remove_unused([node.outputs[0] for node in inserted])
     for node in inserted:
