@@ -15,6 +15,7 @@ from tests.decoders import Programs, decoder
 def test_experts_that_transformers_joins_are_bound_from_the_files_of_single_experts(tmp_path):
     model = decoder("mixtral")
     files = Programs(model, example_calls(model))
+    (tmp_path / "old").mkdir()
     files.save(tmp_path / "old")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

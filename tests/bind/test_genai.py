@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.huggingface import example_calls, genai_config
+from htp_export.capabilities.huggingface.genai import genai_config
+from htp_export.huggingface import example_calls
 from tests.bind.test_bind import written
 from tests.decoders import GENERATED, Programs, decoder, generated, generated_by_genai, prompt
 
 pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +61,17 @@ def test_genai_generates_from_the_file_of_the_checkpoint(exported):
 def test_genai_generates_with_shared_initializers(exported):
     """The entries of the map, with names, places and types, are the weights: the file's own are others."""
     model, file, checkpoint = exported
-    bound = htp_export.bind(file, checkpoint, checkpoint / "model.onnx")
+    bound = htp_export.bind(file, checkpoint, checkpoint / "model.onnx", in_place_data=True)
     config = json.loads((checkpoint / "genai_config.json").read_text(encoding="utf-8"))
     entries = bound.map("genai")
     assert len(entries["shared_initializers"]) > 10
     config["model"]["decoder"].update(entries)
     htp_export.load(file).save(checkpoint / "old.onnx")
     config["model"]["decoder"]["filename"] = "old.onnx"
-    assert generated_by_genai(with_config(checkpoint, config), prompt()) == tokens(model)
+    try:
+        found = generated_by_genai(with_config(checkpoint, config), prompt())
+    except RuntimeError as error:  # GenAI 0.18.0
+        if "GetMemoryInfo for CPU" in str(error):
+            pytest.skip("GenAI has no shared initializers with the CPU provider")
+        raise
+    assert found == tokens(model)

@@ -18,7 +18,6 @@ from htp_export.errors import FileError, InputError
 from tests.bind.test_bind import same, stored
 from tests.nets import spread
 
-
 FACTORS = torch.linspace(0.3, 1.7, 8).reshape(8, 1, 1)
 
 
