@@ -26,6 +26,8 @@ from htp_export.format.json_text import parse_json
 from htp_export.runtime.arrays import Array
 
 _VERSION = 1
+"""Of the records: a reader passes over later ones."""
+
 _METHOD = "static"
 _MOST = 256
 """Calibrations of a file, at most: a precision for each call of `quantize`."""
@@ -96,7 +98,7 @@ _DEFAULTS = {
 
 
 def number_of_calibration(
-    original: ir.Model, changed: ir.Model, precision: Precision, others: Iterable[str]
+    original: ir.Model, changed: ir.Model, precision: Precision, planned: Iterable[object]
 ) -> str:
     """Record a calibration in the model that is changed, if it is not there yet; return its number.
 
@@ -104,10 +106,14 @@ def number_of_calibration(
         original: The model whose ranges are measured.
         changed: The model that gets them.
         precision: The precision of the nodes.
-        others: The other precisions of the plan.
+        planned: The precisions of all nodes in the plan.
     """
+    others: set[str] = set()
+    for other in planned:
+        if isinstance(other, Precision) and not (other.is_kept or other.calibrated):
+            others.add(other.name)
     earlier = [known.call for known in read_calibrations(original.metadata_props)]
-    new = Calibration(max(earlier, default=-1) + 1, precision, tuple(others))
+    new = Calibration(max(earlier, default=-1) + 1, precision, tuple(sorted(others)))
     known = read_calibrations(changed.metadata_props)
     if new not in known:
         known.append(new)

@@ -120,7 +120,7 @@ def _quantized(
         for calibration in calibrations:
             if calibration.call == call:
                 chosen[calibration.precision] = []
-        planned: dict[ir.Node, Precision] = {}
+        planned: dict[ir.Node, object] = {}
         for node in changed.model.graph:
             number = calibration_number(node)
             if number is None or number >= len(calibrations) or calibrations[number].call != call:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -26,9 +26,6 @@ from htp_export.runtime.runner import Metric, Runner, measured_metric
 from htp_export.runtime.samples import Samples
 from htp_export.runtime.settings import DEFAULTS, RunSettings
 from htp_export.shapes.operator_kinds import dequantizes, quantizes
-
-if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.method import Precision
 
 
 @dataclass(frozen=True)
@@ -278,7 +275,7 @@ class Work:
     original: TaggedModel
     facts: Facts
     twins: Mapping[ir.Node, ir.Node]
-    planned: Mapping[ir.Node, Precision]
+    planned: Mapping[ir.Node, object]
     samples: Samples
     name: str
     validation: Validation | None
@@ -292,15 +289,6 @@ class Work:
     def names(self) -> Names:
         """The names of the changed model."""
         return Names(self.model)
-
-    @cached_property
-    def not_measured(self) -> list[str]:
-        """The names of the precisions of the plan that have no measured ranges, without fp32."""
-        names: set[str] = set()
-        for precision in self.planned.values():
-            if not precision.is_kept and not precision.calibrated:
-                names.add(precision.name)
-        return sorted(names)
 
     def left(
         self, node: ir.Node, why: str, *, partly: bool = False, failure: Exception | None = None

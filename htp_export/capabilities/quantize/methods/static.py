@@ -139,7 +139,7 @@ class Static(Method):
                 part, self.precision, work.name, file, ranges, left, floats, hidden
             ).made()
         models = work.original.model, work.model
-        number = number_of_calibration(*models, self.precision, work.not_measured)
+        number = number_of_calibration(*models, self.precision, work.planned.values())
         mark(made.model.graph, number)
         return made
 
