@@ -18,12 +18,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import Identity, copy_range
-from htp_export.files.lazy_tensor import (
-    Slot,
-    computed_ahead,
-    descriptive_fields,
-    write_values,
-)
+from htp_export.files.lazy_tensor import Slot, descriptive_fields, write_values
 from htp_export.process.progress import counted
 
 
@@ -243,15 +238,13 @@ def place_data(
 
     Tensors with the same storage are written once. ``data`` is the final path of ``stream``.
     """
-    stored: dict[object, ir.TensorProtocol] = {}
-    for slot in slots:
-        stored.setdefault(_storage_key(slot.tensor), slot.tensor)
     positions: dict[object, tuple[int, int]] = {}
-    tensors = computed_ahead(list(stored.values()))
-    for key, tensor in zip(counted(list(stored), "weights"), tensors, strict=True):
-        start = stream.tell()
-        write_values(tensor, stream)
-        positions[key] = (start, stream.tell() - start)
+    for slot in counted(slots, "weights"):
+        key = _storage_key(slot.tensor)
+        if key not in positions:
+            start = stream.tell()
+            write_values(slot.tensor, stream)
+            positions[key] = (start, stream.tell() - start)
     stream.flush()
     file = DataFile(data.absolute(), model, data, Identity.of(os.fstat(stream.fileno())))
     placed: list[DataTensor] = []

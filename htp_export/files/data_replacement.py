@@ -25,12 +25,7 @@ from htp_export.files.data_plan import (
     shared_files,
 )
 from htp_export.files.filesystem import Identity, copy_range
-from htp_export.files.lazy_tensor import (
-    computed_ahead,
-    descriptive_fields,
-    slots,
-    write_values,
-)
+from htp_export.files.lazy_tensor import descriptive_fields, slots, write_values
 from htp_export.files.model_files import ONE_AT_A_TIME, places_of, read_model
 from htp_export.files.write_file import Move, real_path, work_folder
 from htp_export.process.progress import counted
@@ -198,11 +193,10 @@ def _write(
             raise FileError(data.path, "contains other data behind the weights of the model")
         size = contents.note["size"]
     with data.opened() as source:
-        tensors = computed_ahead([each.new for each in changes])
-        for each, tensor in zip(counted(changes, "weights"), tensors, strict=True):
+        for each in counted(changes, "weights"):
             offset, length = each.place
             copy_range(source, position, offset - position, stream)
-            write_values(tensor, stream)
+            write_values(each.new, stream)
             position = offset + length
             if stream.tell() != position:
                 raise ValueError(f"tensor {each.old.name!r} has another size than before")

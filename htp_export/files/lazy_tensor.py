@@ -12,7 +12,6 @@ import os
 import stat
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -321,47 +320,6 @@ class _Values:
             raise ValueError(
                 f"tensor {self._tensor.name!r} has {stream.tell() - start} bytes, not {len(self)}"
             )
-
-
-class ComputedTensor(ir.LazyTensor):
-    """A tensor whose values are computed on access, in any thread, and are the same each time."""
-
-
-_MOST_AHEAD = 1 << 24
-"""Bytes of a tensor, at most, that is computed while another one is written: then both are in memory."""
-
-
-def computed_ahead(tensors: Sequence[ir.TensorProtocol]) -> Iterator[ir.TensorProtocol]:
-    """Yield tensors in order; while one is used, another thread computes the values of the next.
-
-    This is for each `ComputedTensor` that is not large; all other tensors are yielded as they are.
-
-    Examples:
-        >>> ones = ComputedTensor(lambda: ir.tensor([1.0, 1.0]), ir.DataType.FLOAT, ir.Shape([2]))
-        >>> [tensor.numpy().tolist() for tensor in computed_ahead([ones, ir.tensor([2.0])])]
-        [[1.0, 1.0], [2.0]]
-    """
-    if not any(isinstance(tensor, ComputedTensor) for tensor in tensors):
-        yield from tensors
-        return
-    with ThreadPoolExecutor(1, "weights") as thread:
-        current: Future[ir.TensorProtocol] | None = None
-        for tensor in tensors:
-            following = thread.submit(_computed, tensor)
-            if current is not None:
-                yield current.result()
-            current = following
-        if current is not None:
-            yield current.result()
-
-
-def _computed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """Return a tensor with its values in memory if they are computed and not large; others as they are."""
-    if not isinstance(tensor, ComputedTensor) or tensor.nbytes > _MOST_AHEAD:
-        return tensor
-    if tensor.dtype.bitwidth < 8:
-        return tensor
-    return ir.Tensor(np.ascontiguousarray(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
 
 
 def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:

@@ -13,7 +13,6 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.extras import required
 from htp_export.files.data_files import DataTensor
-from htp_export.files.lazy_tensor import ComputedTensor
 from htp_export.format.recipes import (
     CONSTANT,
     Recipe,
@@ -128,7 +127,7 @@ def remade(
     """
     compute = _Rebuilding(str(stored.name), recipe, state_dict, stored, roundings or Roundings())
     shape, props = ir.Shape(stored.shape.numpy()), {**stored.metadata_props}
-    return ComputedTensor(compute, stored.dtype, shape, name=stored.name, metadata_props=props)
+    return ir.LazyTensor(compute, stored.dtype, shape, name=stored.name, metadata_props=props)
 
 
 _MISFITS = (ValueError, TypeError, IndexError, KeyError)
