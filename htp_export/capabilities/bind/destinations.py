@@ -121,8 +121,7 @@ class Destination:
             return write_referring(tagged.model, self.output, tensors.values())
         outside = tensors.values() if self.in_place_data else ()
         is_outside = bool(outside) or has_external_data(tagged.model) or _are_outside(old)
-        external = True if is_outside else None
-        write_model(tagged.model, self.output, external, outside=outside)
+        write_model(tagged.model, self.output, True if is_outside else None, outside=outside)
         return ()
 
 

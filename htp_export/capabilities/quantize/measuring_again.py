@@ -150,7 +150,7 @@ def _by_tensor(again: TaggedModel, twin: TaggedModel, first: int) -> dict[str, i
         if (calibration_number(node) or 0) < first:
             continue
         for value in (node.inputs[0], *dequantized_from(node)):
-            if value is not None and value.name in twin.values:
+            if value is not None and value.name and value.name in twin.values:
                 found[value.name] = node
                 break
     return found
