@@ -40,10 +40,10 @@ def bind(
     strict: bool = True,
     cast: bool = True,
     check: tuple[Any, ...] | None = None,
+    data: Data | None = None,
     in_place_data: bool = False,
     share_weights: bool = False,
     only: Selector | None = None,
-    data: Data | None = None,
 ) -> Bound:
     """Load the weights of another checkpoint of the same model into an exported file.
 
@@ -68,6 +68,9 @@ def bind(
         cast: Convert entries of another floating-point type, as ``load_state_dict`` does.
         check: Example inputs: run the module ``weights`` on them, and compare every module of the
             file with it, as `htp_export.verify` does.
+        data: Inputs of runs, as for `quantize`: measure the ranges of activations again, with the
+            new weights, as ``quantize`` measured them. Ranges for which that is not possible are in
+            ``unmeasured``.
         in_place_data: Replace the data file of ``model`` alone: its ONNX file stays byte for byte as
             it is, so that engines that were compiled for it are found again. With ``output``, write
             a file that has all tensors for this in its data file, also small ones.
@@ -76,9 +79,6 @@ def bind(
             others are in its data file.
         only: Selector of modules: write their weights alone, into a data file beside ``output``.
             ``output`` is written by the run after which the weights of all modules are there.
-        data: Inputs of runs, as for `quantize`: measure the ranges of activations again, with the
-            new weights, as ``quantize`` measured them. Ranges for which that is not possible are in
-            ``unmeasured``.
 
     Returns:
         The model with the new weights, and the entries that could not be bound.
