@@ -8,7 +8,7 @@ from htp_export.discovery import imported_when_used
 
 if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.attention_report.attention_reporting import AttentionReport
-    from htp_export.capabilities.bind.binding import Bound
+    from htp_export.capabilities.bind.bound import Bound
     from htp_export.capabilities.carry.carrying import Carried, CarriedModule
     from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference
     from htp_export.capabilities.extract.extraction import Extraction, Splice

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
+import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM
 
@@ -49,6 +50,10 @@ DECODERS: dict[str, dict[str, Any]] = {
     # ALiBi, no positions
     "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
 }
+
+
+GENERATED = 20
+"""Tokens that GenAI appends to a text."""
 
 
 class Config:
@@ -379,3 +384,29 @@ def past_of(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """The cache that a run returns, as inputs of the next."""
     cache = {name: value for name, value in outputs.items() if name.startswith("present.")}
     return {name.replace("present", "past_key_values"): value for name, value in cache.items()}
+
+
+def generated_by_genai(
+    folder: Path, texts: Any, tokens: int = GENERATED, *, together: bool = False
+) -> list[list[int]]:
+    """What GenAI appends to texts, one by one, or in one batch, padded with token 0; no text ends before."""
+    genai: Any = pytest.importorskip(
+        "onnxruntime_genai", reason="onnxruntime-genai is not installed"
+    )
+    model, made = genai.Model(str(folder)), []
+    for batch in [texts] if together else [[text] for text in texts]:
+        longest = max(map(len, batch))
+        settings = genai.GeneratorParams(model)
+        length = longest + tokens
+        settings.set_search_options(max_length=length, min_length=length, batch_size=len(batch))
+        generator = genai.Generator(model, settings)
+        generator.append_tokens(
+            np.stack([np.pad(text, (0, longest - len(text))) for text in batch]).astype(np.int32)
+        )
+        while not generator.is_done():
+            generator.generate_next_token()
+        made += [
+            [int(token) for token in generator.get_sequence(row)[longest:]]
+            for row in range(len(batch))
+        ]
+    return made

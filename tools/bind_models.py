@@ -36,7 +36,6 @@ from htp_export import tools
 from htp_export.errors import HtpExportError
 from htp_export.format.recipes import parameters_in
 from htp_export.model.recipes import recipe_of
-from tools.sweep_models import transformers_model
 
 MODELS: Mapping[str, str] = {
     "bidirectional encoders": "bert distilbert roberta electra",
@@ -218,6 +217,9 @@ class Pair:
     """The exports of a model with the weights of two seeds."""
 
     def __init__(self, name: str, exporter: str, folder: Path) -> None:
+        # here, as tests of the steps need no transformers
+        from tools.sweep_models import transformers_model
+
         torch.manual_seed(0)
         model, inputs = transformers_model(name)
         if getattr(getattr(model, "config", None), "use_cache", False):

@@ -102,15 +102,17 @@ def edit_of_cut(tagged: TaggedModel, part: Cut) -> tuple[Edit, dict[str, str]]:
 def _model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
     """Return a model of a cut's graph, with the functions that it calls and the same versions."""
     source = tagged.model
-    # A part of a graph that is not an ONNX model is none either, and keeps the mark of that.
-    way = {key: way for key, way in source.metadata_props.items() if key == tags.WAY}
+    # A part of a graph that is not an ONNX model is none either, and keeps the mark of that. Nodes
+    # keep the numbers of calibrations.
+    lasting = (tags.WAY, tags.CALIBRATIONS)
+    kept = {key: text for key, text in source.metadata_props.items() if key in lasting}
     model = ir.Model(
         graph,
         ir_version=source.ir_version,
         producer_name=source.producer_name,
         producer_version=source.producer_version,
         functions=[function.clone() for function in source.functions.values()],
-        metadata_props={tags.FORMAT: tags.VERSION, **way},
+        metadata_props={tags.FORMAT: tags.VERSION, **kept},
     )
     RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
     return model

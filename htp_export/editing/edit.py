@@ -140,6 +140,8 @@ class Edit:
     def own_as(self, node: ir.Node, other: ir.Node) -> None:
         """Set the metadata of another node, the work of which is divided among both."""
         node.metadata_props.update(other.metadata_props)
+        # `quantize` measured ranges of the other node alone
+        node.metadata_props.pop(tags.CALIBRATION, None)
         listed = ", ".join(path or "(root)" for path in tags.owners_of(other.metadata_props))
         self.changes.append(Change("node", str(node.name), listed))
 

@@ -41,6 +41,8 @@ def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str
       path.
     - ``encoder.**``: ``**`` matches any number of parts, including none: ``encoder`` and all of its
       descendants.
+    - ``encoder.layer.0-19``: a part of two numbers is also each number between them, both included.
+      If a module has this very path, only that module.
     - ``.`` or ``""``: the root.
     - ``class:LayerNorm``: a glob on the simple or the full name of the class.
     - ``re:.*\.(q|k)``: a regular expression for the whole path; it may contain commas.
@@ -190,7 +192,10 @@ def _matched(terms: Sequence[_Term], classes: Mapping[str, str]) -> tuple[set[st
     excluded: set[str] = set()
     for term in terms:
         try:
-            matches = [path for path, name in classes.items() if term.matches(path, name)]
+            if term.is_literal_of(classes):
+                matches = [term.path]
+            else:
+                matches = [path for path, name in classes.items() if term.matches(path, name)]
         except ValueError as error:
             raise SelectorError(term.text, str(error)) from error
         if not matches:
@@ -219,6 +224,17 @@ class _Term:
     excludes: bool
     kind: str  # "glob", "class" or "re"
     regex: re.Pattern[str] | Pattern
+
+    @property
+    def path(self) -> str:
+        """The path without the sign of an exclusion."""
+        return self.text[1:].lstrip() if self.excludes else self.text
+
+    def is_literal_of(self, classes: Mapping[str, str]) -> bool:
+        """Whether a glob has a range of numbers and is the very path of a module."""
+        if self.kind != "glob" or self.path not in classes:
+            return False
+        return any(map(_RANGE.fullmatch, self.path.split(".")))
 
     def matches(self, path: str, class_name: str) -> bool:
         if self.kind == "class":
@@ -338,8 +354,56 @@ def _glob_regex(glob: str) -> str:
         if part == ["*", "*"]:
             runs.append("")
         else:
-            runs[-1] += rf"\.{_stars_regex(part, '[^.]')}{_END}"
+            runs[-1] += rf"\.{_part_regex(part)}{_END}"
     return _with_gaps(runs, _PARTS)
+
+
+_RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
+"""A part of a path that is a range of numbers."""
+
+
+def _part_regex(tokens: Sequence[str]) -> str:
+    """Return the regular expression of a part of a path: a glob, or a range of numbers, also as it is written."""
+    glob = _stars_regex(tokens, "[^.]")
+    found = _RANGE.fullmatch("".join(tokens))
+    if found is None or int(found[1]) > int(found[2]):
+        return glob
+    return f"(?:{glob}|{_range_regex(int(found[1]), int(found[2]))})"
+
+
+def _range_regex(first: int, last: int) -> str:
+    """Return the regular expression of the decimal numbers from ``first`` to ``last``.
+
+    Examples:
+        >>> _range_regex(0, 19), _range_regex(8, 123)
+        ('(?:[0-9]|1[0-9])', '(?:[8-9]|[1-9][0-9]|1(?:[0-1][0-9]|2[0-3]))')
+    """
+    alternatives: list[str] = []
+    while first <= last:
+        end = min(last, 10 ** len(str(first)) - 1)  # numbers of as many digits
+        alternatives.append(_digits_regex(str(first), str(end)))
+        first = end + 1
+    return f"(?:{'|'.join(alternatives)})" if len(alternatives) > 1 else alternatives[0]
+
+
+def _digits_regex(low: str, high: str) -> str:
+    """Return the regular expression of the numbers between two of the same number of digits."""
+    if low[:1] == high[:1]:
+        return low[:1] + _digits_regex(low[1:], high[1:]) if low else ""
+    lowest, highest = "0" * (len(low) - 1), "9" * (len(low) - 1)
+    first, last = int(low[0]), int(high[0])
+    alternatives: list[str] = []
+    if low[1:] != lowest:
+        alternatives.append(low[0] + _digits_regex(low[1:], highest))
+        first += 1
+    end = "" if high[1:] == highest else high[0] + _digits_regex(lowest, high[1:])
+    last -= bool(end)
+    if first <= last:
+        digits = f"[{first}-{last}]" if first < last else str(first)
+        alternatives.append(digits + "[0-9]" * len(lowest))
+    if end:
+        alternatives.append(end)
+    return f"(?:{'|'.join(alternatives)})" if len(alternatives) > 1 else alternatives[0]
 
 
 def _class_regex(glob: str) -> str:

@@ -60,8 +60,11 @@ NODE_KEYS = (MODULE, OWNERS, CALL, CALLS, REASON, NAMESPACE)
 SOURCE = "htp.source"
 """The line of the model's code that created a node: no tag, as owners change and it does not."""
 
+CALIBRATION = "htp.calibration"  # the number of the calibration that measured ranges of the node
+
 # On initializers.
 RECIPE = "htp.recipe"
+FLOATS = "htp.floats"  # of a constant that was rounded to integers: its floats
 
 # On the model.
 FORMAT = "htp.version"
@@ -76,6 +79,7 @@ TAPS = "htp.taps"
 MAP = "htp.map"
 PROVENANCE = "htp.provenance"
 PLACEMENT = "htp.placement"
+CALIBRATIONS = "htp.calibrations"
 WEIGHTS = "htp.weights"  # describes the data files that the file shares with other models
 DATA = "htp.data"  # describes the data files of the file
 WAY = "htp.way"  # of a graph for inspection, which cannot be written: how it was captured

@@ -118,6 +118,7 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
     Raises:
         InputError: If no entry has the name of one that the model needs.
     """
+    entries, notes = _as_needed(entries, needed)
     origin_of, note = _named(entries, needed)
     tensors: dict[str, ir.TensorProtocol] = {}
     origins: dict[str, str] = {}
@@ -152,7 +153,8 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
         for name, origin in origin_of.items()
         if name not in known and not needed.may_be_buffer(name, entries.tensors[origin])
     )
-    notes = [note] if note else []
+    if note:
+        notes.append(note)
     for (kind, wanted), count in casts.items():
         notes.append(f"{count} entries are converted from {kind.name} to {wanted.name}")
     return Fitted(tensors, origins, tuple(missing), unexpected, unfit, tuple(notes))
@@ -179,6 +181,25 @@ def _converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtoco
 def _of_tied(origin_of: Mapping[str, str], needed: Needed, name: str) -> str | None:
     """Return the entry of a shared parameter that the weights contain under one of its other names."""
     return next((origin_of[each] for each in needed.same_as(name) if each in origin_of), None)
+
+
+def _as_needed(entries: StateEntries, needed: Needed) -> tuple[StateEntries, list[str]]:
+    """Return the entries, or those of the model that transformers loads if only they fit, with a note."""
+    if _fits(entries, needed):
+        return entries, []
+    converted = entries.converted()
+    if converted is None or not _fits(converted, needed):
+        return entries, []
+    return converted, [
+        "entries have the names and forms in which transformers loads the checkpoint"
+    ]
+
+
+def _fits(entries: StateEntries, needed: Needed) -> bool:
+    """Whether the entries have all needed names, as they are or with a prefix removed or added."""
+    if not _absent(entries.tensors.keys(), needed):
+        return True
+    return any(not _absent(names.keys(), needed) for _, names in _renamings(entries.tensors))
 
 
 def _named(entries: StateEntries, needed: Needed) -> tuple[Mapping[str, str], str]:

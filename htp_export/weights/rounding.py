@@ -58,6 +58,25 @@ def rounding(weight: Array, scheme: list[Any]) -> Rounding:
     return made
 
 
+def dequantized(levels: Array, scales: Array, zero_points: Array, axis: int) -> Array:
+    """Return the floats of integers, as DequantizeLinear computes them.
+
+    ``axis``: The axis along which each index has its own scale; ignored for a single scale.
+
+    Examples:
+        >>> dequantized(np.int8([4, -2]), np.float32(0.5), np.int8(2), 0)
+        array([ 1., -2.], dtype=float32)
+    """
+    shape: list[int] = []
+    if scales.size > 1:
+        shape = [1] * levels.ndim
+        shape[axis] = scales.size
+    points = np.broadcast_to(zero_points, scales.shape).reshape(shape)
+    scales = scales.reshape(shape)
+    shifted = levels.astype(np.int64) - points.astype(np.int64)
+    return np.asarray(shifted.astype(scales.dtype) * scales)
+
+
 class Roundings:
     """Rounded weights, each rounded once although its parts are stored, and read, one by one.
 

@@ -32,11 +32,24 @@ class StateEntries:
         source: The origin of the entries, for messages.
         tensors: Name → tensor; the values are read on access.
         packed: The checkpoint, if its weights are quantized; ``tensors`` has them dequantized.
+        path: The folder or file of plain safetensors files; empty for other origins.
     """
 
     source: str
     tensors: Mapping[str, ir.TensorProtocol]
     packed: PackedCheckpoint | None = None
+    path: str = ""
+
+    def converted(self) -> StateEntries | None:
+        """Return the entries under the names of the model in memory, for a checkpoint whose files have others.
+
+        transformers converts them when it loads a model: it is asked. None if there is no such model.
+        """
+        for each in providers("converted_entries") if self.path else ():
+            state = each.convert(self.path)
+            if state is not None:
+                return StateEntries(self.source, _of_mapping(state))
+        return None
 
 
 def read_entries(weights: Weights) -> StateEntries:
@@ -81,7 +94,7 @@ def _of_path(name: str) -> StateEntries:
             return StateEntries(name, tensors, found)
         if found is not None:
             return StateEntries(name, _of_checkpoint(found))
-    return StateEntries(name, _of_checkpoint(read_checkpoint(name)))
+    return StateEntries(name, _of_checkpoint(read_checkpoint(name)), path=name)
 
 
 def _of_packed(packed: PackedCheckpoint, name: str) -> ir.TensorProtocol:

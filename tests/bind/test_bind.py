@@ -18,6 +18,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from tests.nets import spread
+from tools.bind_models import STEPS as OF_ALL_MODELS
 
 Arrays = dict[str, np.ndarray]
 
@@ -80,27 +81,13 @@ def same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 STEPS: dict[str, Callable[[Path, Path], object]] = {
-    "export": lambda file, output: htp_export.load(file).save(output),
-    "exact": lambda file, output: htp_export.optimize(file, output),
-    "tolerant": lambda file, output: htp_export.optimize(file, output, level="tolerant"),
-    "fused": lambda file, output: htp_export.optimize(file, output, level="fused"),
-    "fp16": lambda file, output: htp_export.quantize(file, "fp16", output),
-    "int4": lambda file, output: htp_export.quantize(file, "int4", output),
-    "int8-weights": lambda file, output: htp_export.quantize(file, "int8-weights", output),
-    "int8-dynamic": lambda file, output: htp_export.quantize(file, "int8-dynamic", output),
-    "rename": lambda file, output: htp_export.rename(file, output=output),
-    "functions": lambda file, output: htp_export.functions(file, ["**"], output),
-    "lora": lambda file, output: htp_export.lora.insert(file, "fc", output=output),
-    "tap": lambda file, output: htp_export.tap(file, "fc:out", output),
+    **{name: step for name, step in OF_ALL_MODELS.items() if name not in ("prune", "partition")},
     "extract": lambda file, output: htp_export.extract(file, "rnn", output),
-    "onnxruntime": lambda file, output: htp_export.tools.onnxruntime(
-        file, output, level="extended"
-    ),
-    "onnxslim": lambda file, output: htp_export.tools.onnxslim(file, output),
     "fused, then int4": lambda file, output: htp_export.quantize(
         htp_export.optimize(file, level="fused").model, "int4", output
     ),
 }
+"""Those of the tool that write one file with all weights of a new export; of them, another part is extracted."""
 
 
 @pytest.mark.parametrize("step", STEPS)

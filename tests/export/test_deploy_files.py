@@ -329,7 +329,7 @@ def test_in_the_folder_of_a_model_its_own_files_stay_and_elsewhere_those_of_othe
 
 @pytest.mark.slow
 def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(tmp_path, capsys):
-    from tests.export.test_genai import generated_by_genai
+    from tests.decoders import generated_by_genai
 
     model = decoder("llama")
     source = tmp_path / "source"

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -22,6 +21,7 @@ from tests.decoders import (
     Programs,
     decoder,
     generated,
+    generated_by_genai,
     greedy,
     greedy_right_padded,
     prompt,
@@ -32,32 +32,6 @@ pytest.importorskip(
 )
 
 TOKENS = 20
-
-
-def generated_by_genai(
-    folder: Path, texts: Any, tokens: int = TOKENS, *, together: bool = False
-) -> list[list[int]]:
-    """What GenAI appends to texts, one by one, or in one batch, padded with token 0; no text ends before."""
-    genai: Any = pytest.importorskip(
-        "onnxruntime_genai", reason="onnxruntime-genai is not installed"
-    )
-    model, made = genai.Model(str(folder)), []
-    for batch in [texts] if together else [[text] for text in texts]:
-        longest = max(map(len, batch))
-        settings = genai.GeneratorParams(model)
-        length = longest + tokens
-        settings.set_search_options(max_length=length, min_length=length, batch_size=len(batch))
-        generator = genai.Generator(model, settings)
-        generator.append_tokens(
-            np.stack([np.pad(text, (0, longest - len(text))) for text in batch]).astype(np.int32)
-        )
-        while not generator.is_done():
-            generator.generate_next_token()
-        made += [
-            [int(token) for token in generator.get_sequence(row)[longest:]]
-            for row in range(len(batch))
-        ]
-    return made
 
 
 @pytest.fixture(

@@ -28,6 +28,9 @@ CLASSES = {
     ("pattern", "selected"),
     [
         ("layer.0", ["layer.0"]),
+        ("layer.0-1", ["layer.0", "layer.1"]),
+        ("layer.1-19.*", ["layer.1.attention", "layer.1.norm"]),
+        ("**,!layer.0-8.**,!branches.*", ["", "layer"]),
         ("", [""]),
         (".", [""]),
         ("layer.*.attention", ["layer.0.attention", "layer.1.attention"]),
@@ -147,3 +150,26 @@ def test_a_selector_with_all_below_takes_an_excluded_module_with_those_below_it(
     assert selectors.select_below("!b", classes) == ["", "a", "a.fc"]
     with pytest.raises(SelectorError, match="excludes every module"):
         selectors.select_below("a.fc,!a", classes)
+
+
+def test_a_range_is_each_number_from_the_first_to_the_last():
+    classes = {f"layers.{number}": "net.Block" for number in range(130)}
+    for first, last in [(0, 0), (0, 9), (8, 11), (9, 100), (99, 129), (5, 1000), (0, 10**17)]:
+        expected = [f"layers.{number}" for number in range(first, min(last, 129) + 1)]
+        assert selectors.select(f"layers.{first}-{last}", classes) == expected
+
+
+def test_a_module_whose_path_is_a_range_is_that_module():
+    classes = dict.fromkeys(["blocks.0-2", "blocks.0-2.fc", "blocks.1", "blocks.1.fc"], "net.Block")
+    assert selectors.select("blocks.0-2", classes) == ["blocks.0-2"]
+    assert selectors.select("!blocks.0-2", classes) == ["blocks.0-2.fc", "blocks.1", "blocks.1.fc"]
+    assert selectors.select("blocks.0-2.fc", classes) == ["blocks.0-2.fc"]
+    assert selectors.select("blocks.0-2.*", classes) == ["blocks.0-2.fc", "blocks.1.fc"]
+
+
+@pytest.mark.parametrize(
+    "text", ["layer.3-9", "layer.1-0", "layer.0-1x", "layer.0-1-2", "layer.-1"]
+)
+def test_a_range_without_a_module_is_an_error(text):
+    with pytest.raises(SelectorError, match="matches no module"):
+        selectors.select(text, CLASSES)

@@ -44,7 +44,7 @@ FACES = {
 }
 # The other capabilities that each may import, inside of functions. There is no circle.
 MAY_IMPORT: dict[str, set[str]] = {
-    "bind": {"lora", "verify"},
+    "bind": {"lora", "quantize", "verify"},
     "diff": {"view"},
     "export": {"huggingface", "quantize", "verify"},
     "fingerprint": {"forensics"},

@@ -18,8 +18,16 @@ import htp_export
 from htp_export.capabilities.huggingface.genai import GENAI_CONFIG, genai_config, shares_cache
 from htp_export.capabilities.optimize.registry import declined
 from htp_export.huggingface import example_calls, load_model
-from tests.decoders import TEXT, Programs, generated, greedy, nothing_past, past_of, prompt
-from tests.export.test_genai import generated_by_genai
+from tests.decoders import (
+    TEXT,
+    Programs,
+    generated,
+    generated_by_genai,
+    greedy,
+    nothing_past,
+    past_of,
+    prompt,
+)
 from tests.graphs import tagged
 
 PASS = "fuse_group_query_attention"

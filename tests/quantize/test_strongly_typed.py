@@ -332,8 +332,7 @@ def test_caches_of_keys_and_values_are_stored_as_integers(per_channel, attention
 
 @pytest.mark.slow
 def test_a_decoder_with_a_cache_in_fp16_generates_the_same_tokens(tmp_path):
-    from tests.decoders import DECODERS, prompt
-    from tests.export.test_genai import generated_by_genai
+    from tests.decoders import DECODERS, generated_by_genai, prompt
 
     pytest.importorskip(
         "transformers.exporters", reason="transformers older than 5.23 has no exporters"

@@ -59,6 +59,7 @@ encoder.layer.0,pooler;encoder.layer.*,!encoder.layer.0;!pooler;!class:Linear, !
 re:.*\.(query|norm);re:encoder\.layer\.\d+;encoder, re:decoder.*;!re:.*layer.*;! pooler , **;re:a\.b,c;re:(?P<x>a)
 a.é,a.b-c
 nowhere.*;class:Nothing;re:nothing;!nowhere.*;**,!**;encoder.layer.*.self,class:Pooler;.,pooler;**.layer.1?.**;re:a\.(é|re)
+encoder.layer.0-1;encoder.layer.1-19.**;**.0-8.*;encoder.layer.9-99,pooler;!encoder.layer.0-1.**
 encoder, re:(decoder|pooler);re:encoder\.layer\.(1|2);[ed]*coder;*coder.l*.?.[!n]*;class:*[!n][!o]r*;a.[!]x]*;**.**.self
 """.replace("\n", ";")
     .strip(";")

@@ -9,6 +9,7 @@ import typer
 
 from htp_export.command.options import FileArgument, JsonOption
 from htp_export.command.outputs import Writes, report
+from htp_export.command.run_options import typed_data
 from htp_export.command.terminal import Steps, print_json
 from htp_export.errors import InputError
 from htp_export.files.targets import Kind
@@ -44,6 +45,11 @@ def bind_command(
         list[str] | None,
         "Write the weights of these modules alone, a part; the last part writes OUTPUT.",
     ] = None,
+    data: Annotated[
+        list[str] | None,
+        "Measure the ranges of activations again on these inputs: an .npz file, a folder of these, or "
+        "package.module:factory. May be repeated.",
+    ] = None,
     form: Annotated[
         str | None,
         typer.Option(
@@ -72,6 +78,7 @@ def bind_command(
             in_place_data=in_place_data,
             share_weights=share_weights,
             only=only,
+            data=typed_data(data),
         )
     if form is not None:
         found: Any = result.map(form)  # type: ignore[arg-type] # it refuses others

@@ -3,197 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from htp_export.alignment.origin_map import renew_map
-from htp_export.capabilities.bind.data_alone import DataAlone
-from htp_export.capabilities.bind.engine_maps import shared_initializers, updatable_tensors
-from htp_export.capabilities.bind.entries_as_they_are import (
-    as_they_are,
-    check_referring,
-    write_referring,
-)
-from htp_export.capabilities.bind.parts import Parts, Selector
+from htp_export.capabilities.bind.bound import Bound, LazyArrays, Origin
+from htp_export.capabilities.bind.destinations import Destination
+from htp_export.capabilities.bind.parts import Selector
+from htp_export.capabilities.bind.ranges import Ranges
 from htp_export.errors import InputError
-from htp_export.files.model_files import has_external_data, write_model
-from htp_export.files.targets import check_target, files_of
+from htp_export.files.targets import files_named_in, files_of
 from htp_export.format import tags
-from htp_export.format.recipes import Recipe, parameters_in, steps_in
+from htp_export.format.recipes import CONSTANT, parameters_in, steps_in
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, for_change, load
+from htp_export.model.recipes import recipe_of
+from htp_export.model.tagged import ModelSource, TaggedModel, for_change, load, name_of
 from htp_export.reporting.columns import many
-from htp_export.runtime.arrays import Array
+from htp_export.runtime.data import Data
 from htp_export.weights.fitting import Fitted, Needed, fit
 from htp_export.weights.rebuilding import rebuilt
 from htp_export.weights.state_entries import Weights, read_entries
 
-MapFormat: TypeAlias = Literal["recipes", "tensorrt", "safetensors", "genai", "qti"]
-"""The forms of `Bound.map`."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The origin of the new values: equal origins and equal recipes make equal tensors.
-
-    Attributes:
-        weights: The ``state_dict`` or module itself, or the name of the checkpoint.
-        adapters: Adapter → factor.
-    """
-
-    weights: Any
-    adapters: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, weights: Weights, adapters: Mapping[str, float] | None) -> Origin:
-        """The origin of the arguments of `bind`."""
-        if isinstance(weights, str | os.PathLike):
-            path = Path(weights)
-            weights = str(path.resolve()) if path.exists() else str(weights)
-        return cls(weights, dict(adapters or {}))
-
-    def is_that_of(self, other: Origin) -> bool:
-        """Whether two origins are the same."""
-        if isinstance(self.weights, str) or isinstance(other.weights, str):
-            return self.weights == other.weights and self.adapters == other.adapters
-        return self.weights is other.weights and self.adapters == other.adapters
-
-
 _MOST_NAMED = 3
 """Entries that a message names: the result lists all."""
-
-
-class LazyArrays(Mapping[str, Array]):
-    """Initializer → its new array, computed on each access, or read from the file that was written."""
-
-    def __init__(self, values: Iterable[ir.Value]) -> None:
-        self._values = {str(value.name): value for value in values}
-
-    def __getitem__(self, name: str) -> Array:
-        tensor = self._values[name].const_value
-        assert tensor is not None
-        return np.asarray(tensor.numpy())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __deepcopy__(self, _memo: dict[int, object]) -> LazyArrays:
-        """Return the mapping itself: it is read-only, and computes a new array on each access."""
-        return self
-
-
-@dataclass(frozen=True)
-class Bound(TaggedResult):
-    """The result of `htp_export.bind`.
-
-    Attributes:
-        tensors: Number of stored tensors with new values.
-        bytes: Their size.
-        missing: Entries that the file was exported from and that are not in the weights.
-        unexpected: Entries of the weights that no tensor of the file depends on.
-        unbound: Entry → the reason why the tensors that depend on it keep their old values.
-        notes: Conversions and renamings of entries, and constants that still belong to the old weights.
-        arrays: Initializer → new array, computed when it is read, as ONNX Runtime's
-            ``add_external_initializers`` and TensorRT's ``Refitter`` take them.
-        recipes: Initializer → how it is made of entries.
-        adapted: Entries that adapters changed.
-        file: The file that was written.
-        origin: The origin of the new values.
-        model: The model.
-    """
-
-    tensors: int
-    bytes: int
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    unbound: Mapping[str, str]
-    notes: tuple[str, ...] = ()
-    arrays: Mapping[str, Array] = field(repr=False, default_factory=dict)
-    recipes: Mapping[str, Recipe] = field(repr=False, default_factory=dict)
-    adapted: tuple[str, ...] = field(repr=False, default=())
-    file: Path | None = field(repr=False, default=None)
-    origin: Origin = field(repr=False, default=Origin(None))
-    model: ir.Model = field(repr=False, kw_only=True)
-
-    @property
-    def summary(self) -> str:
-        """The result in one line."""
-        left = len(self.unbound)
-        kept = f"; entries that are not bound: {left:,}" if left else ""
-        return f"{many(self.tensors, 'tensor')} computed from the new weights{kept}"
-
-    def map(self, form: MapFormat = "recipes", shared_with: Bound | None = None) -> dict[str, Any]:
-        """Return a map of the stored tensors, for programs that load weights into an engine themselves.
-
-        Args:
-            form: ``"recipes"``: initializer → its recipe (``docs/format.md``). ``"tensorrt"``:
-                initializer → the entries that it depends on; `arrays` has the values for
-                ``Refitter.set_named_weights``. ``"safetensors"``: initializer → entry, for
-                initializers that are equal to an entry. ``"genai"``: ``shared_initializers`` of
-                ONNX Runtime GenAI, for tensors in the data file of the output. ``"qti"``: the names
-                of updatable tensors for Qualcomm's tools; with adapters, of those that they change.
-            shared_with: For ``"genai"``: another bound file in the same folder. Only tensors that
-                both have are listed: of the same name, shape and type, with equal recipes, from the
-                same weights.
-
-        Raises:
-            InputError: There is no such form; or for ``"genai"``, no tensor can be shared.
-
-        Examples:
-            >>> import torch, htp_export
-            >>> net = torch.nn.Linear(2, 2).eval()
-            >>> bound = htp_export.bind(htp_export.export(net, (torch.ones(1, 2),), verbose=False), net)
-            >>> bound.map("tensorrt")["weight"], bound.map("qti")
-            (['weight'], {'lora_weight_list': ['weight', 'bias']})
-        """
-        if shared_with is not None and form != "genai":
-            raise InputError(f"shared_with is for the map 'genai', not for {form!r}")
-        if form == "recipes":
-            return dict(self.recipes)
-        if form == "tensorrt":
-            return {
-                name: [*dict.fromkeys(parameters_in(each))] for name, each in self.recipes.items()
-            }
-        if form == "safetensors":
-            return {name: each for name, each in self.recipes.items() if isinstance(each, str)}
-        if form == "genai":
-            names = self.recipes if shared_with is None else self._shared(shared_with)
-            return shared_initializers(self.file, names)
-        if form == "qti":
-            return updatable_tensors(self.recipes, self.adapted)
-        known = ", ".join(get_args(MapFormat))
-        raise InputError(f"there is no map {form!r}; there are {known}")
-
-    def _shared(self, other: Bound) -> list[str]:
-        """The initializers that another file has with the same contents."""
-        if not self.origin.is_that_of(other.origin):
-            raise InputError("genai: the files were bound to different weights")
-        folders = {None if each.file is None else each.file.parent for each in (self, other)}
-        if len(folders) > 1:
-            raise InputError("genai: both files have to be in the same folder")
-        shared: list[str] = []
-        for name, recipe in self.recipes.items():
-            if other.recipes.get(name) == recipe and self._kind(name) == other._kind(name):
-                shared.append(name)
-        if not shared:
-            raise InputError(
-                "genai: the files have no initializer of one name and recipe in common"
-            )
-        return shared
-
-    def _kind(self, name: str) -> tuple[ir.DataType, tuple[int, ...]] | None:
-        """The type and the shape of an initializer of the main graph."""
-        value = self.model.graph.initializers.get(name)
-        tensor = None if value is None else value.const_value
-        return None if tensor is None else (tensor.dtype, tuple(tensor.shape.numpy()))
 
 
 @names_model_faults("model")
@@ -206,6 +42,7 @@ def bind(
     strict: bool = True,
     cast: bool = True,
     check: tuple[Any, ...] | None = None,
+    data: Data | None = None,
     in_place_data: bool = False,
     share_weights: bool = False,
     only: Selector | None = None,
@@ -217,8 +54,8 @@ def bind(
     are repeated. The tensor is then equal, bit for bit, to that of a new export of the new weights
     and the same steps; or its entries are in ``unbound``, with the reason.
 
-    Measured ranges of activations, masks of pruning and other constants belong to the old weights
-    and stay; ``notes`` list them.
+    Masks of pruning, other constants, and without ``data`` measured ranges of activations belong to
+    the old weights and stay; ``notes`` list them.
 
     Thread-safe, also for calls on the same model.
 
@@ -233,6 +70,9 @@ def bind(
         cast: Convert entries of another floating-point type, as ``load_state_dict`` does.
         check: Example inputs: run the module ``weights`` on them, and compare every module of the
             file with it, as `htp_export.verify` does.
+        data: Inputs of runs, as for `quantize`: measure the ranges of activations again, with the
+            new weights, as ``quantize`` measured them. Ranges for which that is not possible are in
+            ``unmeasured``.
         in_place_data: Replace the data file of ``model`` alone: its ONNX file stays byte for byte as
             it is, so that engines that were compiled for it are found again. With ``output``, write
             a file that has all tensors for this in its data file, also small ones.
@@ -248,7 +88,8 @@ def bind(
     Raises:
         InputError: With ``strict``, an entry is missing, has another shape, or cannot be bound; no
             entry has a name that fits; ``check`` finds a module that differs; or with
-            ``in_place_data``, a tensor within the ONNX file would have other values.
+            ``in_place_data``, a tensor within the ONNX file would have other values; or the ``data`` do
+            not fit the file.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -264,52 +105,78 @@ def bind(
         >>> bool((bound.arrays["0.bias"] == tuned["0.bias"].half().numpy()).all())
         True
     """
-    if only is not None and (in_place_data or share_weights or adapters or check is not None):
-        raise InputError(
-            "only writes a part of the weights: leave in_place_data, share_weights, adapters and check out"
-        )
-    alone = DataAlone.of(model, output) if in_place_data else None
-    if alone is None:
-        check_target(output, reads=_files_read(weights, adapters))
-    if check is not None and not hasattr(weights, "forward"):
-        raise InputError("check runs the module that has the weights: give an nn.Module as weights")
+    _check_arguments(
+        weights, check, only, has_other=bool(in_place_data or share_weights or adapters)
+    )
+    _check_data(data, only, in_place_data=in_place_data)
+    destination = Destination.of(
+        model,
+        output,
+        reads=[*_files_read(weights, adapters), *files_named_in([data])],
+        in_place_data=in_place_data,
+        share_weights=share_weights,
+        only=only,
+    )
     tagged = _own_copy(model)
-    external = has_external_data(tagged.model)
     needed = Needed.of(tagged)
     entries = read_entries(weights)
-    if share_weights:
-        check_referring(output, entries.tensors, in_place_data=in_place_data)
+    destination.check(entries.tensors)
     fitted, adapted = _adapted(fit(entries, needed, cast=cast), needed, adapters)
     tensors, unbound = _made(tagged, needed, fitted)
     if strict:
         _refuse(fitted, unbound)
-    if external or share_weights or only is not None:
-        tensors = as_they_are(tensors, needed.recipes, fitted.tensors)
+    tensors = destination.placed(tagged, needed, tensors, fitted.tensors)
+    old = _put(tensors)
+    tagged.refresh()
+    ranges = Ranges.of(tagged, fitted.tensors, data, name_of(model, "the model"))
+    tensors = {**tensors, **ranges.tensors}
+    old = {**_put(ranges.tensors), **old}
+    renew_map(tagged.model, had_map=tags.MAP in tagged.model.metadata_props)
+    if check is not None:
+        _check(weights, check, tagged)
+    result = _result(tagged, needed, fitted, tensors, unbound, ranges)
+    notes = destination.write(tagged, needed, tensors, old, entries.tensors)
+    return replace(
+        result,
+        adapted=adapted,
+        file=destination.output,
+        origin=Origin.of(weights, adapters),
+        notes=(*result.notes, *notes),
+    )
+
+
+def _check_arguments(
+    weights: Weights, check: tuple[Any, ...] | None, only: Selector | None, *, has_other: bool
+) -> None:
+    """Refuse arguments that cannot be combined.
+
+    ``has_other``: whether an argument was given that ``only`` does not support.
+    """
+    if only is not None and (has_other or check is not None):
+        raise InputError(
+            "only writes a part of the weights: leave in_place_data, share_weights, adapters and check out"
+        )
+    if check is not None and not hasattr(weights, "forward"):
+        raise InputError("check runs the module that has the weights: give an nn.Module as weights")
+
+
+def _check_data(data: Data | None, only: Selector | None, *, in_place_data: bool) -> None:
+    """Refuse new ranges where the ONNX file, which contains them, is not written by this call."""
+    if data is not None and (only is not None or in_place_data):
+        option = "in_place_data" if in_place_data else "only"
+        raise InputError(
+            f"data change the ranges of activations, which are in the ONNX file, and {option} leaves it as it is"
+        )
+
+
+def _put(
+    tensors: Mapping[ir.Value, ir.TensorProtocol],
+) -> dict[ir.Value, ir.TensorProtocol | None]:
+    """Give initializers new contents, in place; return initializer → its tensor before."""
     old = {value: value.const_value for value in tensors}
     for value, tensor in tensors.items():
         value.const_value = tensor
-    renew_map(tagged.model, had_map=tags.MAP in tagged.model.metadata_props)
-    tagged.refresh()
-    bound = replace(
-        _result(tagged, needed, fitted, tensors, unbound),
-        adapted=adapted,
-        file=None if output is None else Path(output),
-        origin=Origin.of(weights, adapters),
-    )
-    if check is not None:
-        _check(weights, check, tagged)
-    notes: tuple[str, ...] = ()
-    if alone is not None:
-        alone.write(tensors, old)
-    elif only is not None:
-        parts = Parts.of(model, output, needed, tensors, entries.tensors)
-        notes = (parts.write(only, tagged),)
-    elif share_weights and output is not None:
-        notes = write_referring(tagged.model, Path(output), tensors.values())
-    elif output is not None:
-        outside = tensors.values() if in_place_data else ()
-        write_model(tagged.model, output, True if external or outside else None, outside=outside)
-    return replace(bound, notes=(*bound.notes, *notes))
+    return old
 
 
 def _own_copy(model: ModelSource) -> TaggedModel:
@@ -378,30 +245,31 @@ def _result(
     fitted: Fitted,
     tensors: Mapping[ir.Value, ir.TensorProtocol],
     unbound: Mapping[str, str],
+    ranges: Ranges,
 ) -> Bound:
     notes = list(fitted.notes)
     masked = 0
+    recipes = {value: recipe_of(value) for value in tensors}
     for value in tensors:
-        masked += any(made[0] == "masked" for made in steps_in(needed.recipes[value]))
+        masked += any(made[0] == "masked" for made in steps_in(recipes[value]))
     if masked:
         notes.append(
             f"{many(masked, 'tensor')} keep the zeros that prune chose for the old weights"
         )
-    ranges = sum(node.op_type == "QuantizeLinear" for node in tagged.nodes)
-    if ranges:
-        notes.append(
-            f"ranges of activations at {many(ranges, 'place')} are those of the old weights; to measure them again, "
-            "give quantize the file as it was before, the data and these weights"
-        )
+    notes.extend(ranges.notes)
+    # scales and zero points of activations follow from the data
+    computed = [tensor for value, tensor in tensors.items() if recipes[value] != CONSTANT]
     return Bound(
-        len(tensors),
-        sum(tensor.nbytes for tensor in tensors.values()),
-        fitted.missing,
-        fitted.unexpected,
-        unbound,
-        tuple(notes),
-        LazyArrays(tensors),
-        {str(value.name): needed.recipes[value] for value in tensors},
+        tensors=len(computed),
+        bytes=sum(tensor.nbytes for tensor in computed),
+        missing=fitted.missing,
+        unexpected=fitted.unexpected,
+        unbound=unbound,
+        measured=ranges.measured,
+        unmeasured=ranges.unmeasured,
+        notes=tuple(notes),
+        arrays=LazyArrays(tensors),
+        recipes={str(value.name): recipe for value, recipe in recipes.items()},
         model=tagged.model,
     )
 

@@ -323,6 +323,8 @@ class Graft:
         """Tag every node with owners at or below the module, and with its call."""
         for source, node in self._copy.copy_of.items():
             metadata = node.metadata_props
+            # a number in the list of the other model
+            metadata.pop(tags.CALIBRATION, None)
             owners = tuple(self._paths[owner] for owner in tags.owners_of(metadata))
             owners = owners or (self._path,)
             calls = self._calls.encode_calls(source, owners, self._call)

@@ -172,6 +172,11 @@ class PrecisionChoice:
     nodes: Mapping[Precision, Sequence[ir.Node]]
     left: Mapping[Precision, Sequence[ir.Node]]
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether a precision needs data."""
+        return any(precision.calibrated for precision in self.nodes)
+
     @cached_property
     def precision_of(self) -> Mapping[ir.Node, Precision]:
         """Node → its precision; the inverse of ``nodes``."""

@@ -167,19 +167,14 @@ def quantize(
         return _result(choice, choice.predicted(), notes)
 
     name = name_of(model, f"model {original.model.graph.name!r}")
-    passes = sum(precision.how.readings for precision in choice.nodes)
-    passes += (metric is not None) + check
-    samples = CalibrationData.of(settings, original.model, passes=passes)
-    if samples.random and any(precision.calibrated for precision in choice.nodes):
+    passes = (metric is not None) + check
+    samples = _calibration_data(choice, settings, passes)
+    if samples.random and choice.calibrated:
         _log.warning("no data: %s", _RANDOM)
         notes.insert(0, _RANDOM)
     control = None
     if metric is not None:
-        validated = samples
-        if validation is not None:
-            validating = replace(settings, data=validation, shapes=None)
-            validated = CalibrationData.of(validating, original.model)
-        control = Validation(metric, validated, original.model, name)
+        control = _validation(metric, validation, samples, choice, name)
 
     changed, left = _changed(choice, samples, name, control)
     _check_left(choice, left, name, strict=strict)
@@ -190,10 +185,34 @@ def quantize(
     checked = check_of(original, changed, samples, sizes[""]) if check else None
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
-    notes += _left_notes(choice, left)
-    if can_crash(changed.model) and not can_crash(original.model):
-        notes.append(_CRASH)
+    notes += _notes_on_result(choice, left, changed.model)
     return _result(choice, sizes, notes, changed.model, metrics, checked, left)
+
+
+def _calibration_data(
+    choice: PrecisionChoice, settings: RunSettings, passes: int
+) -> CalibrationData:
+    """The runs on which ranges are measured.
+
+    ``passes``: The number of further passes over the data.
+    """
+    readings = sum(precision.how.readings for precision in choice.nodes)
+    return CalibrationData.of(settings, choice.tagged.model, passes=readings + passes)
+
+
+def _validation(
+    metric: Metric,
+    validation: Data | None,
+    samples: CalibrationData,
+    choice: PrecisionChoice,
+    name: str,
+) -> Validation:
+    """The user's metric on the validation data, or without them on the runs for ranges."""
+    original = choice.tagged.model
+    if validation is not None:
+        settings = replace(samples.settings, data=validation, shapes=None)
+        samples = CalibrationData.of(settings, original)
+    return Validation(metric, samples, original, name)
 
 
 @dataclass(frozen=True)
@@ -279,19 +298,27 @@ def _changed(
     # Before any method changes nodes: it records their order and signatures.
     changes = Bookkeeping(changed)
     work = Work(copied, original, choice.facts, planned, samples, name, control)
+    nodes: dict[Precision, list[ir.Node]] = {}
+    for precision in sorted(choice.nodes, key=_order):
+        nodes[precision] = [copy_of[node] for node in choice.nodes[precision]]
+    left = apply_precisions(nodes, work)
+    changes.settle(planned)
+    return changes.finish(), left
+
+
+def apply_precisions(nodes: Mapping[Precision, Sequence[ir.Node]], work: Work) -> list[Left]:
+    """Give nodes of the changed model their precisions, in place; return the nodes that are left."""
     left: list[Left] = []
     try:
-        for precision in sorted(choice.nodes, key=_order):
-            nodes = [copy_of[node] for node in choice.nodes[precision]]
-            left += precision.how.apply(nodes, work)
+        for precision, members in nodes.items():
+            left += precision.how.apply(members, work)
     except HtpExportError:
         raise
     except Exception as error:
         if not raised_by_tool(error):
             raise
-        raise tool_error(name, error) from error
-    changes.settle(planned)
-    return changes.finish(), left
+        raise tool_error(work.name, error) from error
+    return left
 
 
 def _check_left(choice: PrecisionChoice, left: Sequence[Left], name: str, *, strict: bool) -> None:
@@ -308,8 +335,8 @@ def _check_left(choice: PrecisionChoice, left: Sequence[Left], name: str, *, str
         raise InputError(f"{choice.precision_of[first.node]}, strict: {problem}")
 
 
-def _left_notes(choice: PrecisionChoice, left: Sequence[Left]) -> list[str]:
-    """One sentence for each reason why nodes are left unchanged."""
+def _notes_on_result(choice: PrecisionChoice, left: Sequence[Left], changed: ir.Model) -> list[str]:
+    """One sentence for each reason why nodes are left unchanged, and a warning of crashes."""
     notes = list(dict.fromkeys(kept.why for kept in left if kept.partly))
     whole = [kept for kept in left if not kept.partly]
     counts = Counter((kept.why, choice.facts.has_floats(kept.node)) for kept in whole)
@@ -318,6 +345,8 @@ def _left_notes(choice: PrecisionChoice, left: Sequence[Left]) -> list[str]:
         verb = "stays" if count == 1 else "stay"
         state = "in fp32" if is_float32 else "as they are"
         notes.append(f"{many(count, 'node')} {verb} {state}: {why}")
+    if can_crash(changed) and not can_crash(choice.tagged.model):
+        notes.append(_CRASH)
     return notes
 
 

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.calibration_records import with_floats
 from htp_export.capabilities.quantize.static_biases import is_bias
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, NO_AXIS, Recipe, step
 from htp_export.model.neighbours import producer_of
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
-from htp_export.weights.rounding import linear_schemes, rounding
+from htp_export.shapes.operator_kinds import dequantizes
+from htp_export.weights.rounding import dequantized, linear_schemes, rounding
 
 Weights = Mapping[str, tuple[Recipe, ir.TensorProtocol]]
 
@@ -49,6 +51,8 @@ def record_rounding(graph: ir.Graph, weights: Weights) -> None:
                 is_turned = turned != sorted(turned)
                 made = step("transpose", recipe, turned) if is_turned else recipe
                 _record(parts, made, scheme, array.transpose(turned))
+                if made == CONSTANT:
+                    _keep_floats(parts, array.transpose(turned), scheme)
                 break
 
 
@@ -75,6 +79,20 @@ def _record(parts: Mapping[str, ir.Value], recipe: Recipe, scheme: list[Any], ar
         value.const_value = recorded(tensor, made)
 
 
+def _keep_floats(parts: Mapping[str, ir.Value], floats: Array, scheme: list[Any]) -> None:
+    """Record the floats of a constant: no recipe can compute them again."""
+    arrays: dict[str, Array] = {}
+    for part, value in parts.items():
+        assert value.const_value is not None
+        arrays[part] = np.asarray(value.const_value.numpy())
+    axis = scheme[2]
+    points = arrays.get("zero_points", np.zeros((), arrays["levels"].dtype))
+    found = dequantized(arrays["levels"], arrays["scales"], points, axis)
+    levels = parts["levels"].const_value
+    assert levels is not None
+    parts["levels"].const_value = with_floats(levels, floats, found)
+
+
 def record_biases(graph: ir.Graph, weights: Weights) -> None:
     """Record the rounding of biases to int32, by the scales of the input and of the weight of their operator."""
     for node in graph:
@@ -98,18 +116,24 @@ def record_biases(graph: ir.Graph, weights: Weights) -> None:
 
 def _weight_and_input(node: ir.Node) -> tuple[Recipe, list[Any]] | None:
     """Return the recipe of the weight of an operator, and the scheme of its bias."""
-    of_input, of_weight = (producer_of(value, "DequantizeLinear") for value in node.inputs[:2])
-    if of_input is None or of_weight is None:
-        return None
-    scale_of_input, levels = of_input.inputs[1], of_weight.inputs[0]
-    tensor = None if scale_of_input is None else scale_of_input.const_value
-    if tensor is None or tensor.size != 1 or levels is None or levels.const_value is None:
+    scale, of_weight = scale_of_input(node), producer_of(node.inputs[1])
+    levels = of_weight.inputs[0] if of_weight is not None and dequantizes(of_weight) else None
+    if scale is None or levels is None or levels.const_value is None:
         return None
     recipe = recipe_of(levels)
     if not isinstance(recipe, list) or recipe[0] != "round":
         return None
-    scale = float(tensor.numpy().item())
     return recipe[1], [scale, *recipe[-1][1:]]
+
+
+def scale_of_input(node: ir.Node) -> float | None:
+    """Return the scale of the first input of an operator; None if it is not dequantized by a single one."""
+    of_input = producer_of(node.inputs[0])
+    scale = of_input.inputs[1] if of_input is not None and dequantizes(of_input) else None
+    tensor = None if scale is None else scale.const_value
+    if tensor is None or tensor.size != 1:
+        return None
+    return float(tensor.numpy().item())
 
 
 def record_ranges(graph: ir.Graph, measured: Iterable[str]) -> None:

@@ -16,6 +16,7 @@ from htp_export.capabilities.quantize.calibrating import (
     is_divisible,
     passes_over_data,
 )
+from htp_export.capabilities.quantize.calibration_records import mark, number_of_calibration
 from htp_export.capabilities.quantize.method import Made, Method
 from htp_export.capabilities.quantize.ort_quantizers import quantizers, raised_by_tool, tool_error
 from htp_export.capabilities.quantize.static_biases import (
@@ -134,9 +135,13 @@ class Static(Method):
             write_for_tool(part.model, file)
             ranges = self.ranges(part, file, work, hidden)
             left = self.immeasurable(part, ranges)
-            return StaticPart(
+            made = StaticPart(
                 part, self.precision, work.name, file, ranges, left, floats, hidden
             ).made()
+        models = work.original.model, work.model
+        number = number_of_calibration(*models, self.precision, work.planned.values())
+        mark(made.model.graph, number)
+        return made
 
     def ranges(
         self, part: Submodel, file: Path, work: Work, hidden: Mapping[str, ir.Value]

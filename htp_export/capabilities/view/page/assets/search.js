@@ -19,8 +19,17 @@
     if (text === ".") return "";
     const parts = `.${text}`.match(new RegExp(`\\.(?:${BRACKETS}|[^.])*`, "gsu")).map((part) => part.slice(1));
     if (parts.includes("")) throw new SyntaxError("a part between two dots is empty");
-    return parts.map((part) => (part === "**" ? "(?:\\.[^.]+)*" : `\\.${globbed(part, true)}`)).join("");
+    return parts.map((part) => (part === "**" ? "(?:\\.[^.]+)*" : `\\.${numbers(part) ?? globbed(part, true)}`)).join("");
   }
+  // A range of numbers, as 0-19, as a regular expression of each of them, and of the range as it is written.
+  const RANGE = /^(\d{1,18})-(\d{1,18})$/;
+  const MOST_NUMBERS = 10000; // longer than any list of modules
+  function numbers(part) {
+    const [, first, last] = (part.match(RANGE) ?? []).map(Number);
+    if (!(last - first >= 0 && last - first < MOST_NUMBERS)) return null;
+    return `(?:${literal(part)}|${Array.from({ length: last - first + 1 }, (_, k) => first + k).join("|")})`;
+  }
+  const hasRange = (word) => word.split(".").some((part) => RANGE.test(part));
   const whole = (source, flags = "su") => new RegExp(`^(?:${source})$`, flags);
 
   // What a word says of a module and of a node itself; `text` is what is marked in names.
@@ -39,8 +48,8 @@
       if (field === "fate") return { module: ({ fate }) => regex.test(fate) };
       return { node: (node) => regex.test(node[field]) || regex.test(node[field].split("::").at(-1)), text: value };
     }
-    if (word === "." || /[*?]|\[.*\]/s.test(word) || paths.has(word)) {
-      const regex = whole(pathGlob(word));
+    if (word === "." || /[*?]|\[.*\]/s.test(word) || paths.has(word) || hasRange(word)) {
+      const regex = whole(paths.has(word) && hasRange(word) ? literal(`.${word}`) : pathGlob(word));
       return { module: ({ path }) => regex.test(path && `.${path}`), text: word };
     }
     const text = word.toLowerCase();
@@ -89,7 +98,7 @@
   const all = [...known].map((path) => ({ path, class: "" }));
   htp.selector = function (modules) {
     const paths = modules.map((module) => module.path);
-    if (!paths.every((path) => /^\w[\w.-]*$|^$/.test(path))) return `re:${paths.map((path) => literal(path).replace(/[\p{C}\p{Z}]/gu, (sign) => `\\u${sign.charCodeAt(0).toString(16).padStart(4, "0")}`)).join("|")}`;
+    if (!paths.every((path) => /^\w[\w.-]*$|^$/.test(path) && !hasRange(path))) return `re:${paths.map((path) => literal(path).replace(/[\p{C}\p{Z}]/gu, (sign) => `\\u${sign.charCodeAt(0).toString(16).padStart(4, "0")}`)).join("|")}`;
     const parts = paths.map((path) => path.split("."));
     const glob = parts[0].map((part, k) => (parts.every((each) => each[k] === part) ? part : "*")).join(".");
     const isExact = paths.length > 1 && htp.search(glob, all, []).hits.size === paths.length && parts.every((each) => each.length === parts[0].length);
