@@ -178,6 +178,54 @@ def test_the_examples_of_selectors_select_what_the_page_says():
         assert [path or "." for path in select(selector, classes)] == modules, selector
 
 
+WORDS = {
+    "tag": "tags?|tagged",
+    "owner": "owners?",
+    "region": "regions?",
+    "boundary": "boundary|boundaries",
+    "fate": "fates?",
+    "contamination": "contamination",
+    "inherited-error": "inherits?",
+    "signature": "signatures?",
+    "recipe": "recipes?",
+}
+"""Section of docs/concepts.md → its word on other pages."""
+
+FOR_READERS_OF_THE_CODE = (
+    "architecture benchmarks changes compatibility comparison evidence extending files format json models owners passes "
+    "stability tool_tables untrusted"
+).split()
+"""Pages on how it works, and tables: they come after the concepts."""
+
+
+@pytest.mark.parametrize("anchor", WORDS)
+def test_a_word_of_this_package_is_linked_to_its_meaning_where_a_page_first_has_it(anchor):
+    title = anchor.replace("-", " ").capitalize()
+    concepts = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    assert re.search(rf"^##+ {title}$", concepts, re.MULTILINE)
+    word = re.compile(rf"(?<![\w.-])({WORDS[anchor]})(?![\w-])", re.IGNORECASE)
+    unexplained = []
+    for page in DOCS:
+        if page.stem in ("concepts", *FOR_READERS_OF_THE_CODE):
+            continue
+        for line in prose_lines(page):
+            plain = re.sub(r"`[^`]*`|!?\[[^]]*\]\([^)]*\)|\*\*[^*]*\*\*", "", line)
+            if f"](concepts.md#{anchor})" in line:
+                break
+            if word.search(plain):
+                unexplained.append(f"{page.name}: {line}")
+                break
+    assert not unexplained
+
+
+def prose_lines(page: Path) -> list[str]:
+    """The lines of a page without headings, comments and blocks of code."""
+    text = re.sub(
+        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    return [line for line in text.splitlines() if not line.startswith(("    ", "#", "<!--"))]
+
+
 @pytest.mark.parametrize(
     "page",
     [
