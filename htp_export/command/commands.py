@@ -41,6 +41,15 @@ GROUPS = ("Export", "Look", "Check and measure", "Cut", "Optimise", "Compress", 
 
 _ELSEWHERE = ("Others", 0)
 
+_WORDS = (
+    ("tag", "the module of a node, in the metadata of the file"),
+    ("owner", "the module that computes a node; several, if the node does the work of all"),
+    ("region", "the nodes of a module and of the modules inside it"),
+    ("fate", "what the export made of a module: computed, identity, fused, constant, dead, uncalled"),
+    ("SELECTOR", "modules by path, encoder.layer.*, class, class:Linear, or regular expression, re:..."),
+)
+"""Words of the help of several commands; docs/concepts.md has them at length."""
+
 
 class CommandModule(Protocol):
     """The module of a command ``NAME``; it also has the function ``NAME_command``, which runs the command.
@@ -183,6 +192,14 @@ class CommandGroup(TyperGroup):
             if lines:
                 with formatter.section("Commands" if self.above else group):
                     formatter.write_dl(lines)
+
+    def format_epilog(self, context: Any, formatter: Any) -> None:
+        """Write the words that the help of commands uses, below that of the program."""
+        super().format_epilog(context, formatter)
+        if self.above:
+            return
+        with formatter.section("Words"):
+            formatter.write_dl(list(_WORDS))
 
 
 def _module(name: str) -> Any:

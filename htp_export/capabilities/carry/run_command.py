@@ -45,7 +45,10 @@ def run_command(
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run another tool on a tagged file, and keep its tags."""
+    """Run another tool on a tagged file, and keep its tags.
+
+    The tags name the module of each node. Most tools drop them.
+    """
     from htp_export.alignment.origin_map import embed_map
     from htp_export.capabilities.carry.adapting import share_unchanged
     from htp_export.files.model_files import write_model
