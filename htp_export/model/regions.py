@@ -20,6 +20,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import Tap
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, nodes_below
+from htp_export.reporting.columns import many
 from htp_export.reporting.result import html_table
 from htp_export.shapes.operator_kinds import RANDOM, reads_of, subgraphs, with_subgraphs
 
@@ -378,7 +379,7 @@ class Region:
         """
         if not 0 <= number < self.calls:
             raise InputError(
-                f"module {self.path!r} has no call {number}: it ran {self.calls} times, counted from 0"
+                f"module {self.path!r} has no call {number}: it ran {many(self.calls, 'time')}, counted from 0"
             )
         self._calls.warn(self.path)
         return Region(self._index, self._hierarchy, self._calls, self.path, number)

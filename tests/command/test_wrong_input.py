@@ -595,7 +595,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "extract net.onnx dropout -o o.onnx",
         "module 'dropout' has no nodes: it gives back what it is given",
     ),
-    ("extract net.onnx . --call 3 -o o.onnx", "has no call 3: it ran 1 times, counted from 0"),
+    ("extract net.onnx . --call 3 -o o.onnx", "has no call 3: it ran 1 time, counted from 0"),
     (
         "splice net.onnx layer.9 net.onnx -o o.onnx",
         "no module 'layer.9' in this model; nearest: 'layer.1'",

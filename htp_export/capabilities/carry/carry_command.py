@@ -43,7 +43,10 @@ def carry_command(
     output: OutputOption,
     runs_on: InputOptions,
     after: Annotated[
-        Path | None, typer.Argument(help="The file without tags: a tool made it of BEFORE, or someone exported it.")
+        Path | None,
+        typer.Argument(
+            help="The file without tags: a tool made it of BEFORE, or someone exported it."
+        ),
     ] = None,
     require: Annotated[
         float,
