@@ -17,7 +17,6 @@ from typing import Any
 
 from htp_export.discovery import imported_for_types, names_in
 from htp_export.errors import InputError
-from htp_export.model.tagged import TaggedModel
 from htp_export.process.argument_types import is_torch_module, observed_calls
 
 _PACKAGE_FILE = Path(__file__).parents[1] / "__init__.py"
@@ -210,7 +209,7 @@ def text_of(value: Any) -> str:
         return f"{{{', '.join(entries)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(text_of, value))}]"
-    if isinstance(value, TaggedModel):
+    if type(value).__name__ == "TaggedModel":  # the class imports onnx
         return _quoted(fspath(getattr(value, "_file", None) or "model.onnx"))
     if isinstance(value, str):
         return _quoted(value)

@@ -20,7 +20,7 @@ _OTHER_NAMES = {
 }
 """Parameter of a function → the parameter of a command, where the names differ."""
 
-_HINT = re.compile(r" \((?:in Python: )?\w+=[\w.]+\)")
+_HINT = re.compile(r" \((?:in Python: [^()]*|\w+=(?:True|False))\)")
 """A parameter beside its option: ``--random-weights (random_weights=True)``."""
 
 _ARGUMENT = re.compile(
