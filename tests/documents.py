@@ -10,7 +10,7 @@
 - Snippets of a page in Python share their names. In ``value  # 3`` the comment is compared if it is a literal. A fence
   without a language right behind a snippet is what the snippet prints.
 - What ``<!-- not run: why -->`` stands before is not run.
-- A snippet after ``<!-- as python -->`` is what ``--as-python`` prints for the last command above it.
+- A snippet after ``<!-- as python -->`` is what ``--as-python`` prints for the last command above it; it is not run.
 """
 
 import ast
@@ -194,10 +194,10 @@ def run(page: Path, folder: Path) -> Iterator[str]:
         where = f"{page.name}:{block.line}"
         if not block.run:
             continue
-        if block.of_command and last is not None:
-            python = python_of(last, folder)
-            if block.text != python:
+        if block.of_command:
+            if last is not None and block.text != (python := python_of(last, folder)):
                 yield f"{where}: the page shows\n{block.text}and `{last.text} --as-python` prints\n{python}"
+            continue
         for command in commands_of(block):
             last = command
             if can_run(command.text):
@@ -240,7 +240,9 @@ def refresh(page: Path, folder: Path) -> None:
         for command in commands_of(block) if block.run else ():
             last = command
             if can_run(command.text):
-                subprocess.run(command.text, shell=True, cwd=folder, capture_output=True, check=False)
+                subprocess.run(
+                    command.text, shell=True, cwd=folder, capture_output=True, check=False
+                )
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -22,10 +22,6 @@ from htp_export.process.argument_types import is_torch_module, observed_calls
 _PACKAGE_FILE = Path(__file__).parents[1] / "__init__.py"
 _LORA = "htp_export.capabilities.lora."
 _TOOLS = "htp_export.capabilities.carry.adapters."
-_OBJECTS = {
-    "session_options": "an onnxruntime.SessionOptions, which the command makes of --threads and --level"
-}
-"""Parameters whose values the command line makes of several options, and what they are."""
 _LONGEST_LINE = 100
 _CALLED_BEFORE = ("load", "load_partition")
 """Functions that a command calls to read or check a file; it is about the next one."""
@@ -55,12 +51,14 @@ class Preparation:
         lines: Statements.
         arguments: Parameter of the call → the text of its argument, in place of the command's.
         left_out: Parameters of the call that the program does not need.
+        printed: The expression that is printed after the call.
     """
 
     imports: dict[str, list[str]] = field(default_factory=lambda: {"htp_export": []})
     lines: list[str] = field(default_factory=list)
     arguments: dict[str, Written] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    printed: str = "result"
 
     def program(self, *statements: str) -> str:
         """Return a program of the imports, the lines and these statements."""
@@ -147,15 +145,32 @@ def _program(
     arguments |= preparation.arguments
     for parameter in preparation.left_out:
         arguments.pop(parameter, None)
-    remarks = [
-        f"# {parameter}: {text}" for parameter, text in _OBJECTS.items() if arguments.get(parameter)
-    ]
+    if arguments.get("session_options") is not None:
+        _prepare_session(preparation, arguments)
     call = call_text(f"result = htp_export.{name}", function, arguments)
-    return preparation.program(*remarks, call, "print(result)")
+    return preparation.program(call, f"print({preparation.printed})")
+
+
+def _prepare_session(preparation: Preparation, arguments: dict[str, Any]) -> None:
+    """Write the lines for the options of a session that are not ONNX Runtime's defaults."""
+    given = arguments.pop("session_options")
+    default = type(given)()
+    lines: list[str] = []
+    for setting in dir(default):
+        value = getattr(given, setting)
+        if setting.startswith("_") or callable(value) or value == getattr(default, setting):
+            continue
+        is_plain = isinstance(value, bool | int | float | str)
+        text = text_of(value) if is_plain else f"onnxruntime.{type(value).__name__}.{value.name}"
+        lines.append(f"options.{setting} = {text}")
+    if lines:
+        preparation.imports["onnxruntime"] = []
+        preparation.lines += ["options = onnxruntime.SessionOptions()", *lines]
+        arguments["session_options"] = Written("options")
 
 
 def call_text(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Return a call as Python: its arguments without defaults, those of ``_OBJECTS`` and those of None.
+    """Return a call as Python: its arguments without those that are defaults.
 
     Args:
         name: The name of the function in the program, after ``variable =`` if there is one.
@@ -175,8 +190,7 @@ def call_text(name: str, function: Callable[..., Any], arguments: Mapping[str, A
             texts += [f"{key}={text_of(value)}" for key, value in options.items()]
             continue
         value = arguments.get(parameter.name, parameter.default)
-        is_left_out = parameter.name not in arguments or parameter.name in _OBJECTS
-        if is_left_out or _is_default(value, parameter):
+        if parameter.name not in arguments or _is_default(value, parameter):
             is_positional = False
             continue
         is_positional = is_positional and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
@@ -191,6 +205,8 @@ def _is_default(value: Any, parameter: inspect.Parameter) -> bool:
     """Whether a value is the default; the command line has empty mappings and lists in place of None."""
     if parameter.default is None and isinstance(value, Mapping | list | tuple) and not value:
         return True
+    if isinstance(value, list) and isinstance(parameter.default, tuple):
+        return tuple(value) == parameter.default
     return type(value) is type(parameter.default) and value == parameter.default
 
 

@@ -338,7 +338,10 @@ WRONG: list[tuple[str | list[str], str]] = [
         f"run onnxruntime net.onnx -o o.onnx --set level={2**64}",
         "--set level: a whole number of more than 64 bits",
     ),
-    ("run onnxruntime net.onnx -o o.onnx --set nosuch=1", "--set nosuch: onnxruntime has no option 'nosuch'"),
+    (
+        "run onnxruntime net.onnx -o o.onnx --set nosuch=1",
+        "--set nosuch: onnxruntime has no option 'nosuch'",
+    ),
     (
         'run onnxruntime net.onnx -o o.onnx --set providers=["Nope"]',
         "this ONNX Runtime has no Nope",
