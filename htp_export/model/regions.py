@@ -72,6 +72,7 @@ class GraphIndex:
         taps: Mapping[str, Tap] | None = None,
     ) -> None:
         self.model = model
+        self._work_of = work_of
         self._taps = taps or {}
         self.nodes = list(all_nodes(model))
         self.works = {node: work_of(node) for node in self.nodes}
@@ -79,6 +80,10 @@ class GraphIndex:
         self.bodies = {node: bodies for node in self.nodes if (bodies := subgraphs(node))}
         self._holder = {body: node for node, bodies in self.bodies.items() for body in bodies}
         self._functions = {function.graph: function for function in model.functions.values()}
+
+    def clone(self) -> GraphIndex:
+        """Return the same for a copy of the model."""
+        return GraphIndex(self.model.clone(), self._work_of, self._taps)
 
     @cached_property
     def place(self) -> Mapping[ir.Node, int]:
@@ -275,6 +280,13 @@ class Region:
         self._calls = calls
         self._call = call
         self.path = path
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Region:
+        """Return the region in a copy of the model; regions that are copied together share it."""
+        index = memo.get(id(self._index))
+        if not isinstance(index, GraphIndex):
+            memo[id(self._index)] = index = self._index.clone()
+        return Region(index, self._hierarchy, self._calls, self.path, self._call)
 
     def __repr__(self) -> str:
         call = "" if self._call is None else f", call {self._call}"

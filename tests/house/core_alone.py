@@ -4,10 +4,10 @@ The arguments are packages that count as missing. ``.ci/run`` runs this where on
 installed, test_extras.py where everything is. It writes into the current folder.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 find_spec = PathFinder.find_spec
@@ -63,7 +63,7 @@ def main() -> None:
             check_needs("ort", name, run)
     load = htp_export.huggingface.load_model
     check_needs("transformers", "load_model", lambda: load("bert", random_weights=True))
-    assert not os.path.exists("int8.onnx")
+    assert not Path("int8.onnx").exists()
     print("the package works without its extras")
 
 
