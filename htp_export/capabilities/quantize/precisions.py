@@ -76,10 +76,8 @@ def _with_fields(value: Mapping[str, Any], named: Mapping[str, Precision]) -> Pr
         raise InputError(f"precision {value!r} has no name; write it as 'precision': 'int8'")
     base = precision_of(name, named)
     if base == AUTO and given:
-        fields = [field for field in given if field != "name"]
-        raise InputError(
-            f"precision 'auto' has no fields, and {', '.join(map(repr, fields))} is given"
-        )
+        listed = ", ".join(repr(each) for each in given if each != "name")
+        raise InputError(f"precision 'auto' has no fields, and {listed} is given")
     given = base.how.fields_from(base.name, given)
     fields = {key: given.pop(key) for key in FIELDS if key in given}
     # The remaining fields are options of the method. The bits follow from the type.
