@@ -22,7 +22,7 @@ from htp_export.process.argument_types import is_torch_module, observed_calls
 _PACKAGE_FILE = Path(__file__).parents[1] / "__init__.py"
 _LORA = "htp_export.capabilities.lora."
 _TOOLS = "htp_export.capabilities.carry.adapters."
-_LONGEST_LINE = 100
+_LONGEST_LINE = 100  # columns of a call, as in the code of this package
 _CALLED_BEFORE = ("load", "load_partition")
 """Functions that a command calls to read or check a file; it is about the next one."""
 
