@@ -1,6 +1,7 @@
 """README and the pages of docs/ as programs: what stands in one is run from top to bottom, in a folder of its own.
 
     python -m tests.documents docs/cost.md FOLDER
+    python -m tests.documents --refresh docs/problems.md FOLDER   # writes the Python of its commands
 
 - Lines of indented blocks that begin with ``htp-export`` or ``echo`` are run by a shell, others are not. The program is
   the one on the ``PATH``.
@@ -9,6 +10,7 @@
 - Snippets of a page in Python share their names. In ``value  # 3`` the comment is compared if it is a literal. A fence
   without a language right behind a snippet is what the snippet prints.
 - What ``<!-- not run: why -->`` stands before is not run.
+- A snippet after ``<!-- as python -->`` is what ``--as-python`` prints for the last command above it; it is not run.
 """
 
 import ast
@@ -24,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+AS_PYTHON = "<!-- as python -->"
 NEEDS_THE_HUB = ("google-bert/", "hub.onnx")
 RUN = ("htp-export ", "echo ")
 _SERVES_UNTIL_STOPPED = re.compile(r"--serve(\s+--|\s*#|\s*$)")
@@ -40,6 +43,7 @@ class Block:
         lines: Its lines.
         run: Whether it is run.
         follows: The language of the block before, where nothing but blank lines is between.
+        of_command: Whether it is the Python of the command above.
     """
 
     language: str
@@ -47,6 +51,7 @@ class Block:
     lines: list[str] = field(default_factory=list)
     run: bool = True
     follows: str = ""
+    of_command: bool = False
 
     @property
     def text(self) -> str:
@@ -66,14 +71,16 @@ def blocks(page: Path) -> list[Block]:
     """The blocks of code of a page, in order."""
     found: list[Block] = []
     open_fence: Block | None = None
-    run, before, blank = True, "", True
+    run, of_command, before, blank = True, False, "", True
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("```"):
             if open_fence is None:
                 open_fence = Block(line[3:].strip(), number + 1, run=run, follows=before)
+                open_fence.of_command = of_command
                 found.append(open_fence)
             else:
                 before, run, open_fence = open_fence.language or "plain", True, None
+                of_command = False
         elif open_fence is not None:
             open_fence.lines.append(line)
         elif line.startswith("    ") and (blank or before == "indented"):
@@ -84,6 +91,7 @@ def blocks(page: Path) -> list[Block]:
         elif line.strip():
             before = ""
             run = not line.startswith("<!-- not run")
+            of_command = line == AS_PYTHON
         blank = not line.strip()
     return found
 
@@ -181,12 +189,17 @@ def _hold(value: Any, comment: str) -> None:
 def run(page: Path, folder: Path) -> Iterator[str]:
     """Run a page in a folder; what fails, or prints what the page does not show."""
     names: dict[str, Any] = {"_hold": _hold, "__name__": "__main__"}
-    printed = ""
+    printed, last = "", None
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
         if not block.run:
             continue
+        if block.of_command:
+            if last is not None and block.text != (python := python_of(last, folder)):
+                yield f"{where}: the page shows\n{block.text}and `{last.text} --as-python` prints\n{python}"
+            continue
         for command in commands_of(block):
+            last = command
             if can_run(command.text):
                 yield from _run_command(command, page, folder)
         if block.language == "python":
@@ -203,6 +216,34 @@ def run(page: Path, folder: Path) -> Iterator[str]:
             and not same_output(block.lines, printed.splitlines())
         ):
             yield f"{where}: the page shows\n{block.text}and the snippet prints\n{printed}"
+
+
+def python_of(command: Command, folder: Path) -> str:
+    """What ``--as-python`` prints for a command, formatted as a page has it; its error, if it fails."""
+    words, _, _ = command.text.partition("  #")
+    ended = subprocess.run(
+        f"{words} --as-python", shell=True, cwd=folder, capture_output=True, text=True, check=False
+    )
+    return ended.stdout or ended.stderr
+
+
+def refresh(page: Path, folder: Path) -> None:
+    """Run the commands of a page, and write the Python of each into the snippet after it."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    last, moved = None, 0
+    for block in blocks(page):
+        if block.of_command and last is not None:
+            python = python_of(last, folder).splitlines()
+            begin = block.line - 1 + moved
+            lines[begin : begin + len(block.lines)] = python
+            moved += len(python) - len(block.lines)
+        for command in commands_of(block) if block.run else ():
+            last = command
+            if can_run(command.text):
+                subprocess.run(
+                    command.text, shell=True, cwd=folder, capture_output=True, check=False
+                )
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _run_command(command: Command, page: Path, folder: Path) -> Iterator[str]:
@@ -224,6 +265,9 @@ def _run_command(command: Command, page: Path, folder: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--refresh":
+        refresh(Path(sys.argv[2]).absolute(), Path(sys.argv[3]).absolute())
+        sys.exit()
     failed = list(run(Path(sys.argv[1]).absolute(), Path(sys.argv[2]).absolute()))
     print("\n\n".join(failed))
     sys.exit(bool(failed))

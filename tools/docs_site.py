@@ -86,7 +86,7 @@ def listed(text: str) -> dict[str, list[str]]:
     """Return the commands that a help lists: heading → names."""
     found: dict[str, list[str]] = {}
     for section in re.finditer(r"^([A-Z][\w ]*):\n((?:  .*\n)+)", text, re.MULTILINE):
-        if section[1] not in ("Options", "Arguments"):
+        if section[1] not in ("Options", "Arguments", "Words"):
             found[section[1]] = re.findall(r"^  (\w[\w-]*) {2,}", section[2], re.MULTILINE)
     return found
 

@@ -5,6 +5,7 @@
     python tools/matrix.py --torch 2.15 -- -m torch      # one release; what follows "--" is passed to pytest
     python tools/matrix.py --torch 2.15 -- -m slow       # the sweeps, which CI leaves out; before every release
     python tools/matrix.py --lowest                      # every ">=" of pyproject.toml taken as "=="
+    python tools/matrix.py --torch 2.15 --python python3.12 python3.13 -- -m torch    # with other interpreters
     python tools/matrix.py --folder environments         # keep the environments; a second run uses them again
 
 Where a torch has an option of Dynamo that ``--settings`` names, the tests run once more with the option on. In each
@@ -243,10 +244,20 @@ def wanted(options: argparse.Namespace) -> dict[str, list[str]]:
     }
 
 
-def outcomes(environment: Environment, options: argparse.Namespace) -> Iterator[Outcome]:
+def environments(folder: Path, options: argparse.Namespace) -> Iterator[tuple[Environment, str]]:
+    """The environments with their interpreters; its name is in theirs if there are several."""
+    for python in options.python:
+        end = f"-{Path(python).name}" if len(options.python) > 1 else ""
+        for name, pinned in wanted(options).items():
+            yield Environment(f"{name}{end}", folder, pinned), python
+
+
+def outcomes(
+    environment: Environment, python: str, options: argparse.Namespace
+) -> Iterator[Outcome]:
     """Install one environment and run the tests in it, once for each setting that its torch has."""
     begun = time.monotonic()
-    said = environment.create(options.python)
+    said = environment.create(python)
     if said != "ok":
         yield Outcome(environment.name, trouble=said)
         return
@@ -308,7 +319,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--folder", type=Path, help="where environments and logs stay (default: temporary)"
     )
     parser.add_argument(
-        "--python", default=sys.executable, help="the interpreter of the environments"
+        "--python", nargs="+", default=[sys.executable], help="the interpreters of the environments"
     )
     parser.add_argument("--no-extras", action="store_true", help="do not resolve the extras")
     parser.add_argument(
@@ -323,9 +334,8 @@ def main() -> int:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         found = []
-        for name, pinned in wanted(options).items():
-            environment = Environment(name, folder, pinned)
-            for outcome in outcomes(environment, options):
+        for environment, python in environments(folder, options):
+            for outcome in outcomes(environment, python, options):
                 found.append(outcome)
                 print(
                     f"{outcome.name}: {outcome.trouble or dict(outcome.counts)}",

@@ -7,52 +7,110 @@ arguments: command and function cannot differ. Defaults are left out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from htp_export.discovery import imported_for_types, names_in
 from htp_export.errors import InputError
-from htp_export.model.tagged import TaggedModel
 from htp_export.process.argument_types import is_torch_module, observed_calls
 
 _PACKAGE_FILE = Path(__file__).parents[1] / "__init__.py"
 _LORA = "htp_export.capabilities.lora."
 _TOOLS = "htp_export.capabilities.carry.adapters."
-_OBJECTS = {
-    "session_options": "an onnxruntime.SessionOptions, which the command makes of --threads and --level"
-}
-"""Parameters whose values the command line makes of several options, and what they are."""
+_LONGEST_LINE = 100  # columns of a call, as in the code of this package
 _CALLED_BEFORE = ("load", "load_partition")
 """Functions that a command calls to read or check a file; it is about the next one."""
 
 
-class _CallSeen(BaseException):
+class CallSeen(BaseException):
+    """Ends a command whose Python is wanted: ``text`` is the program."""
+
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
 
 
+@dataclass(frozen=True)
+class Written:
+    """The text of a value in a program."""
+
+    text: str
+
+
+@dataclass
+class Preparation:
+    """The lines before a call, which create its objects.
+
+    Attributes:
+        imports: Module → names that are imported from it; none for ``import module``.
+        lines: Statements.
+        arguments: Parameter of the call → the text of its argument, in place of the command's.
+        left_out: Parameters of the call that the program does not need.
+        printed: The expression that is printed after the call.
+    """
+
+    imports: dict[str, list[str]] = field(default_factory=lambda: {"htp_export": []})
+    lines: list[str] = field(default_factory=list)
+    arguments: dict[str, Written] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    printed: str = "result"
+
+    def program(self, *statements: str) -> str:
+        """Return a program of the imports, the lines and these statements."""
+        return "\n".join([*self._import_lines(), "", *self.lines, *statements, ""])
+
+    def _import_lines(self) -> Iterator[str]:
+        """The imports, in the order of `isort`: first those of Python's own modules."""
+        own = [module for module in self.imports if module in sys.stdlib_module_names]
+        others = [module for module in self.imports if module not in own]
+        for modules in filter(None, (own, others)):
+            if own and modules is others:
+                yield ""
+            for module in sorted(modules, key=lambda name: (bool(self.imports[name]), name)):
+                names = ", ".join(sorted(self.imports[module]))
+                yield f"from {module} import {names}" if names else f"import {module}"
+
+
+_PREPARATION: ContextVar[Preparation | None] = ContextVar(
+    "htp_export.as_python.preparation", default=None
+)
+
+
+def wanted_program() -> Preparation | None:
+    """Return the lines before the call, for a command to complete; None if the command is to run."""
+    return _PREPARATION.get()
+
+
 def python_of(run: Callable[[], object]) -> str:
     """Run a command up to its call of a public function, and return this call as Python.
 
+    A command that prepares the objects of its call writes these lines into `wanted_program`.
+
     Raises:
-        InputError: If the command calls no public function, or only on a PyTorch model.
+        InputError: If the command calls no public function, or an argument has no form in Python.
     """
+    preparation = Preparation()
 
     def observe(
         function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         name = public_name(function)
         if name is not None and name not in _CALLED_BEFORE:
-            raise _CallSeen(_program(name, function, args, kwargs))
+            raise CallSeen(_program(preparation, name, function, args, kwargs))
 
+    token = _PREPARATION.set(preparation)
     try:
         with observed_calls(observe):
             run()
-    except _CallSeen as seen:
+    except CallSeen as seen:
         return seen.text
+    finally:
+        _PREPARATION.reset(token)
     raise InputError("--as-python: this command is not one call of a function; see docs/api")
 
 
@@ -76,57 +134,109 @@ def public_name(function: Callable[..., Any]) -> str | None:
 
 
 def _program(
-    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    preparation: Preparation,
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> str:
     """The lines of a program that makes the call, and prints its result."""
-    remarks: list[str] = []
-    signature = inspect.signature(function)
-    bound = signature.bind(*args, **kwargs)
+    arguments = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    arguments |= preparation.arguments
+    for parameter in preparation.left_out:
+        arguments.pop(parameter, None)
+    if arguments.get("session_options") is not None:
+        _prepare_session(preparation, arguments)
+    call = call_text(f"result = htp_export.{name}", function, arguments)
+    return preparation.program(call, f"print({preparation.printed})")
+
+
+def _prepare_session(preparation: Preparation, arguments: dict[str, Any]) -> None:
+    """Write the lines for the options of a session that are not ONNX Runtime's defaults."""
+    given = arguments.pop("session_options")
+    default = type(given)()
+    lines: list[str] = []
+    for setting in dir(default):
+        value = getattr(given, setting)
+        if setting.startswith("_") or callable(value) or value == getattr(default, setting):
+            continue
+        is_plain = isinstance(value, bool | int | float | str)
+        text = text_of(value) if is_plain else f"onnxruntime.{type(value).__name__}.{value.name}"
+        lines.append(f"options.{setting} = {text}")
+    if lines:
+        preparation.imports["onnxruntime"] = []
+        preparation.lines += ["options = onnxruntime.SessionOptions()", *lines]
+        arguments["session_options"] = Written("options")
+
+
+def call_text(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Return a call as Python: its arguments without those that are defaults.
+
+    Args:
+        name: The name of the function in the program, after ``variable =`` if there is one.
+        function: The function, for its signature.
+        arguments: Parameter → value; the options of ``**options`` are a mapping.
+
+    Examples:
+        >>> def cut(model: str, path: str, output: str | None = None, force: bool = False): ...
+        >>> call_text("part = cut", cut, {"model": Path("net.onnx"), "path": "head", "force": True})
+        'part = cut("net.onnx", "head", force=True)'
+    """
     texts: list[str] = []
     is_positional = True
-    for parameter in signature.parameters.values():
+    for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            options = bound.arguments.get(parameter.name, {})
-            texts += [f"{key}={_text(value)}" for key, value in options.items()]
+            options = arguments.get(parameter.name, {})
+            texts += [f"{key}={text_of(value)}" for key, value in options.items()]
             continue
-        value = bound.arguments.get(parameter.name, parameter.default)
-        if parameter.name not in bound.arguments or _is_default(value, parameter):
-            is_positional = False
-            continue
-        if parameter.name in _OBJECTS:
-            remarks.append(f"# {parameter.name}: {_OBJECTS[parameter.name]}")
+        value = arguments.get(parameter.name, parameter.default)
+        if parameter.name not in arguments or _is_default(value, parameter):
             is_positional = False
             continue
         is_positional = is_positional and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
-        texts.append(_text(value) if is_positional else f"{parameter.name}={_text(value)}")
-    call = f"htp_export.{name}({', '.join(texts)})"
-    return "\n".join(["import htp_export", "", *remarks, f"result = {call}", "print(result)", ""])
+        texts.append(text_of(value) if is_positional else f"{parameter.name}={text_of(value)}")
+    line = f"{name}({', '.join(texts)})"
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return "\n".join([f"{name}(", *(f"    {text}," for text in texts), ")"])
 
 
 def _is_default(value: Any, parameter: inspect.Parameter) -> bool:
     """Whether a value is the default; the command line has empty mappings and lists in place of None."""
     if parameter.default is None and isinstance(value, Mapping | list | tuple) and not value:
         return True
+    if isinstance(value, list) and isinstance(parameter.default, tuple):
+        return tuple(value) == parameter.default
     return type(value) is type(parameter.default) and value == parameter.default
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """A value as Python.
 
     Raises:
         InputError: If the value is an object that the command line made, such as a PyTorch model.
     """
+    if isinstance(value, Written):
+        return value.text
     if isinstance(value, PathLike):
-        return repr(fspath(value))
+        return _quoted(fspath(value))
     if isinstance(value, Mapping):
-        entries = [f"{_text(key)}: {_text(each)}" for key, each in value.items()]
+        entries = [f"{text_of(key)}: {text_of(each)}" for key, each in value.items()]
         return f"{{{', '.join(entries)}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, TaggedModel):
-        return repr(fspath(getattr(value, "_file", None) or "model.onnx"))
-    if value is None or isinstance(value, bool | int | float | str):
+        return f"[{', '.join(map(text_of, value))}]"
+    if type(value).__name__ == "TaggedModel":  # the class imports onnx
+        return _quoted(fspath(getattr(value, "_file", None) or "model.onnx"))
+    if isinstance(value, str):
+        return _quoted(value)
+    if value is None or isinstance(value, bool | int | float):
         return repr(value)
     if is_torch_module(value):
         raise InputError("--as-python is for commands on files; for a model, see docs/export.md")
     raise InputError(f"--as-python: {type(value).__name__} has no short form in Python")
+
+
+def _quoted(text: str) -> str:
+    """A string as Python, in double quotes if it contains none."""
+    plain = repr(text)
+    return f'"{plain[1:-1]}"' if plain[0] == "'" and '"' not in text else plain

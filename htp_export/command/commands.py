@@ -31,8 +31,9 @@ from typer.core import TyperCommand, TyperGroup
 from htp_export.command.options import Idle, check_options
 from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
 from htp_export.command.streams import has_lost_reader
+from htp_export.command.typed_options import as_typed
 from htp_export.discovery import capability_modules, plug_ins
-from htp_export.errors import InputError, described
+from htp_export.errors import HtpExportError, InputError, described
 from htp_export.plans.plan_options import rules_as_typed
 from htp_export.process.lazy_sympy import import_onnx_ir
 
@@ -40,6 +41,21 @@ GROUPS = ("Export", "Look", "Check and measure", "Cut", "Optimise", "Compress", 
 """The headings of the help, in order. Commands without a ``PLACE`` follow below another heading."""
 
 _ELSEWHERE = ("Others", 0)
+
+_WORDS = (
+    ("tag", "the module of a node, in the metadata of the file"),
+    ("owner", "the module that computes a node; several, if the node does the work of all"),
+    ("region", "the nodes of a module and of the modules inside it"),
+    (
+        "fate",
+        "what the export made of a module: computed, identity, fused, constant, dead, uncalled",
+    ),
+    (
+        "SELECTOR",
+        "modules by path, encoder.layer.*, class, class:Linear, or regular expression, re:...",
+    ),
+)
+"""Words of the help of several commands; docs/concepts.md has them at length."""
 
 
 class CommandModule(Protocol):
@@ -105,9 +121,16 @@ class _Command(TyperCommand):
         return rest
 
     def invoke(self, context: Any) -> Any:
-        """Run the command; it succeeds if the reader of its output needs no more, as ``| head``."""
+        """Run the command; it succeeds if the reader of its output needs no more, as ``| head``.
+
+        Messages of errors name options in place of parameters of functions.
+        """
         try:
             return super().invoke(context)
+        except HtpExportError as error:
+            message = as_typed(str(error), self.params, context.params)
+            error.args = (message, *error.args[1:])
+            raise
         except BrokenPipeError:
             if not has_lost_reader():
                 raise
@@ -183,6 +206,14 @@ class CommandGroup(TyperGroup):
             if lines:
                 with formatter.section("Commands" if self.above else group):
                     formatter.write_dl(lines)
+
+    def format_epilog(self, context: Any, formatter: Any) -> None:
+        """Write the words that the help of commands uses, below that of the program."""
+        super().format_epilog(context, formatter)
+        if self.above:
+            return
+        with formatter.section("Words"):
+            formatter.write_dl(list(_WORDS))
 
 
 def _module(name: str) -> Any:

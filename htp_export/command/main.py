@@ -105,6 +105,7 @@ def _status(arguments: list[str]) -> int:
     quiet = not set(_QUIET).isdisjoint(arguments)
     as_python = _AS_PYTHON in arguments
     arguments = [word for word in arguments if word not in GLOBAL_OPTIONS]
+    quiet = quiet and not as_python  # the program is the result
     interrupts = Interrupts()
     try:
         with (

@@ -43,6 +43,7 @@ class SourceCall:
         checkpoint: The files of its weights, if weights are read only when they are used.
         packed: The folder or file of its weights, if they are quantized; the model contains them as
             floats.
+        returned: The example inputs as a factory returned them.
     """
 
     model: nn.Module
@@ -51,6 +52,7 @@ class SourceCall:
     example: Any = None
     checkpoint: Checkpoint | None = None
     packed: Path | None = None
+    returned: Any = None
 
     @property
     def named_inputs(self) -> dict[str, Any]:
@@ -94,6 +96,13 @@ def call_entry(entry: str, seed: int = 0) -> SourceCall:
         raise ModelSourceError(entry, "must return (model, example inputs), the model an nn.Module")
     model, inputs = returned
     set_eval_mode(model)
+    return replace(_call_with(entry, model, inputs), returned=inputs)
+
+
+def _call_with(entry: str, model: nn.Module, inputs: Any) -> SourceCall:
+    """Return the call of a model with the inputs of a factory: by keyword, if their names are known."""
+    import torch
+
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if not isinstance(inputs, (tuple, list, Mapping)):

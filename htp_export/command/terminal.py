@@ -39,14 +39,16 @@ def error_line(message: str) -> None:
 
 def warning_line(message: str) -> None:
     """Print a problem to stderr that does not end the command."""
-    print(f"htp-export: warning: {printable(shortened(message))}", file=terminal_stderr())
+    print(
+        f"htp-export: warning: {printable(shortened(in_commands(message)))}", file=terminal_stderr()
+    )
 
 
 def notice_line(message: str) -> None:
     """Print to stderr how a result was obtained."""
     if is_quiet():
         return
-    print(f"htp-export: {printable(shortened(message))}", file=terminal_stderr())
+    print(f"htp-export: {printable(shortened(in_commands(message)))}", file=terminal_stderr())
 
 
 def print_json(data: dict[str, Any]) -> None:

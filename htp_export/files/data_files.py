@@ -7,6 +7,7 @@ the model is a symbolic link, in the folder of its target. No other file is open
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -207,6 +208,8 @@ def find_data(model: Path, location: str, what: str = "external data") -> tuple[
         homes = list(dict.fromkeys((model.parent.absolute(), model.resolve().parent)))
         for home in homes:
             target = (home / location).resolve()
+            if target.is_symlink():  # a cycle: Path.resolve raises no error since Python 3.13
+                raise OSError(errno.ELOOP, "the symbolic links form a cycle")
             if not any(target.is_relative_to(allowed.resolve()) for allowed in homes):
                 raise outside
             if not target.exists():

@@ -19,6 +19,7 @@ from htp_export.format import tags
 from htp_export.format.signatures import Signature
 from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
+from htp_export.reporting.columns import many
 from htp_export.shapes.operator_kinds import SIZES_ONLY
 
 
@@ -209,7 +210,7 @@ class Cutter:
         info = region.info
         if call and not 0 <= call < info.calls:
             raise InputError(
-                f"module {path!r} has no call {call}: it ran {info.calls} times, counted from 0"
+                f"module {path!r} has no call {call}: it ran {many(info.calls, 'time')}, counted from 0"
             )
         if info.fate.is_merged:
             others = ", ".join(map(repr, info.fused_with))

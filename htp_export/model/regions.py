@@ -20,6 +20,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import Tap
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, nodes_below
+from htp_export.reporting.columns import many
 from htp_export.reporting.result import html_table
 from htp_export.shapes.operator_kinds import (
     RANDOM,
@@ -72,6 +73,7 @@ class GraphIndex:
         taps: Mapping[str, Tap] | None = None,
     ) -> None:
         self.model = model
+        self._work_of = work_of
         self._taps = taps or {}
         self.nodes = list(all_nodes(model))
         self.works = {node: work_of(node) for node in self.nodes}
@@ -79,6 +81,10 @@ class GraphIndex:
         self.bodies = {node: bodies for node in self.nodes if (bodies := subgraphs(node))}
         self._holder = {body: node for node, bodies in self.bodies.items() for body in bodies}
         self._functions = {function.graph: function for function in model.functions.values()}
+
+    def clone(self) -> GraphIndex:
+        """Return the same for a copy of the model."""
+        return GraphIndex(self.model.clone(), self._work_of, self._taps)
 
     @cached_property
     def place(self) -> Mapping[ir.Node, int]:
@@ -276,6 +282,13 @@ class Region:
         self._call = call
         self.path = path
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Region:
+        """Return the region in a copy of the model; regions that are copied together share it."""
+        index = memo.get(id(self._index))
+        if not isinstance(index, GraphIndex):
+            memo[id(self._index)] = index = self._index.clone()
+        return Region(index, self._hierarchy, self._calls, self.path, self._call)
+
     def __repr__(self) -> str:
         call = "" if self._call is None else f", call {self._call}"
         kind = self.info.simple_class or "class unknown"
@@ -379,7 +392,7 @@ class Region:
         """
         if not 0 <= number < self.calls:
             raise InputError(
-                f"module {self.path!r} has no call {number}: it ran {self.calls} times, counted from 0"
+                f"module {self.path!r} has no call {number}: it ran {many(self.calls, 'time')}, counted from 0"
             )
         self._calls.warn(self.path)
         return Region(self._index, self._hierarchy, self._calls, self.path, number)

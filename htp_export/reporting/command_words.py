@@ -30,10 +30,10 @@ _COMMANDS = {
     "shapes are for random inputs; give either shapes or data": (
         "--shapes is for random inputs; give either --shapes or --data"
     ),
-    "passes=[...]": "--passes",
     "try dynamo=False": "try --torchscript",
     "try dynamo=True": "try --dynamo",
     "view(..., explorer=True)": "--explorer",
+    "the objective 'metric' and the function metric go together": "--objectives metric and --metric go together",
     "but dims has": "but --dims has",
 }
 """Python → command; of two that begin alike, the longer one first."""

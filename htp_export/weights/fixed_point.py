@@ -58,7 +58,7 @@ class FixedFormat:
         width, fraction = int(found[1]), int(found[2])
         if not NARROWEST <= width <= WIDEST:
             raise InputError(
-                f"{value!r} has a width of {width} bits; choose one from {NARROWEST} to {WIDEST}"
+                f"{value!r} is {width} wide; choose a width from {NARROWEST} to {WIDEST} bits"
             )
         if fraction > width:
             raise InputError(

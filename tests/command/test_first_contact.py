@@ -329,7 +329,7 @@ class TestHelp:
     def test_no_summary_is_cut(self, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
         assert main(["--help"]) == 0
-        commands = capsys.readouterr().out.partition("Export:")[2]
+        commands = capsys.readouterr().out.partition("Export:")[2].partition("Words:")[0]
         listed = [line.split()[0] for line in commands.splitlines() if line.startswith("  ")]
         assert listed == list(dict.fromkeys(name.split()[0] for name in self.COMMANDS))
         assert "..." not in commands

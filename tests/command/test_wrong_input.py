@@ -338,7 +338,10 @@ WRONG: list[tuple[str | list[str], str]] = [
         f"run onnxruntime net.onnx -o o.onnx --set level={2**64}",
         "--set level: a whole number of more than 64 bits",
     ),
-    ("run onnxruntime net.onnx -o o.onnx --set nosuch=1", "unexpected keyword argument 'nosuch'"),
+    (
+        "run onnxruntime net.onnx -o o.onnx --set nosuch=1",
+        "--set nosuch: onnxruntime has no option 'nosuch'",
+    ),
     (
         'run onnxruntime net.onnx -o o.onnx --set providers=["Nope"]',
         "this ONNX Runtime has no Nope",
@@ -607,7 +610,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "extract net.onnx dropout -o o.onnx",
         "module 'dropout' has no nodes: it gives back what it is given",
     ),
-    ("extract net.onnx . --call 3 -o o.onnx", "has no call 3: it ran 1 times, counted from 0"),
+    ("extract net.onnx . --call 3 -o o.onnx", "has no call 3: it ran 1 time, counted from 0"),
     (
         "splice net.onnx layer.9 net.onnx -o o.onnx",
         "no module 'layer.9' in this model; nearest: 'layer.1'",

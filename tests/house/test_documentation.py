@@ -56,6 +56,12 @@ print("seen")  # a word
 ```
 unseen
 ```
+
+<!-- as python -->
+
+```python
+print("another program")
+```
 """
 
 
@@ -64,7 +70,7 @@ def test_a_page_runs_and_says_what_is_not_as_it_shows(tmp_path, forked, monkeypa
     (tmp_path / "page.md").write_text(WRONG)
     failed = list(documents.run(tmp_path / "page.md", tmp_path))
     places = ["3: htp-export tree net.onnx            # a comment", "14: echo 'module  total ms'"]
-    places += ["26: the snippet fails", "32: the page shows"]
+    places += ["26: the snippet fails", "32: the page shows", "38: the page shows"]
     assert [each.splitlines()[0] for each in failed] == [f"page.md:{place}" for place in places]
     assert "ends with 2: htp-export: error: net.onnx: cannot be read" in failed[0]
     assert "2, where the page has 3" in failed[2]
@@ -176,6 +182,63 @@ def test_the_examples_of_selectors_select_what_the_page_says():
     assert len(rows) > 12
     for [selector], modules in rows:
         assert [path or "." for path in select(selector, classes)] == modules, selector
+
+
+WORDS = {
+    "tag": "tags?|tagged",
+    "owner": "owners?",
+    "region": "regions?",
+    "boundary": "boundary|boundaries",
+    "fate": "fates?",
+    "contamination": "contamination",
+    "inherited-error": "inherits?",
+    "signature": "signatures?",
+    "recipe": "recipes?",
+}
+"""Section of docs/concepts.md → its word on other pages."""
+
+FOR_READERS_OF_THE_CODE = {
+    *(
+        "architecture",
+        "benchmarks",
+        "changes",
+        "compatibility",
+        "comparison",
+        "evidence",
+        "extending",
+        "files",
+    ),
+    *("format", "json", "models", "owners", "passes", "stability", "tool_tables", "untrusted"),
+}
+"""Pages on how it works, and tables: they come after the concepts."""
+
+
+@pytest.mark.parametrize("anchor", WORDS)
+def test_a_word_of_this_package_is_linked_to_its_meaning_where_a_page_first_has_it(anchor):
+    title = anchor.replace("-", " ").capitalize()
+    concepts = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    assert re.search(rf"^##+ {title}$", concepts, re.MULTILINE)
+    word = re.compile(rf"(?<![\w.-])({WORDS[anchor]})(?![\w-])", re.IGNORECASE)
+    unexplained = []
+    for page in DOCS:
+        if page.stem in ("concepts", *FOR_READERS_OF_THE_CODE):
+            continue
+        for line in prose_lines(page):
+            plain = re.sub(r"`[^`]*`|!?\[[^]]*\]\([^)]*\)|\*\*[^*]*\*\*", "", line)
+            if f"](concepts.md#{anchor})" in line:
+                break
+            if word.search(plain):
+                unexplained.append(f"{page.name}: {line}")
+                break
+    assert not unexplained
+
+
+def prose_lines(page: Path) -> list[str]:
+    """The lines of a page without headings, comments and blocks of code."""
+    text = re.sub(
+        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    return [line for line in text.splitlines() if not line.startswith(("    ", "#", "<!--"))]
 
 
 @pytest.mark.parametrize(

@@ -345,7 +345,7 @@ class TestWrongFiles:
         files = self.write(tmp_path, '{"Layers": ["g"]}', json.dumps(times(g=1)))
         with pytest.raises(InputError, match="have no effect"):
             htp_export.profile(model(), {"x": 1}, engine="tensorrt", measured=files)
-        with pytest.raises(InputError, match="are for engine='onnxruntime'"):
+        with pytest.raises(InputError, match="is for engine='onnxruntime'"):
             htp_export.profile(model(), memory=True, engine="tensorrt", measured=files)
         with pytest.raises(InputError, match="tensorrt is not run here: give the files"):
             htp_export.profile(model(), engine="tensorrt")

@@ -195,8 +195,8 @@ def test_new_values_of_parameters_are_rounded_by_bind(files, tmp_path):
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("fixed:1.0", "'1.0' has a width of 1 bits; choose one from 2 to 16"),
-        ("fixed:17.4", "'17.4' has a width of 17 bits"),
+        ("fixed:1.0", "'1.0' is 1 wide; choose a width from 2 to 16 bits"),
+        ("fixed:17.4", "'17.4' is 17 wide"),
         ("fixed:weight=8.9", "weight: '8.9' has 9 fractional bits, more than its width of 8"),
         ("fixed:wieght=8.4", "no part 'wieght'; write data, weight or bias"),
         ("fixed:data=8", "'8' is no fixed-point format"),
@@ -215,7 +215,7 @@ def test_the_command_has_status_2_for_a_wrong_format_and_writes_nothing(files, c
     made = tmp_path / "made.onnx"
     words = ["quantize", str(files["dynamo"]), "-o", str(made), "--json", "--rule"]
     assert main([*words, "fc=fixed:weight=20.4"]) == 2
-    assert "'20.4' has a width of 20 bits" in capsys.readouterr().err
+    assert "'20.4' is 20 wide" in capsys.readouterr().err
     assert not made.exists()
     assert main([*words, "fc=fixed:data=8.4:weight=6.2:bias=16.8"]) == 0
     module = json.loads(capsys.readouterr().out)["modules"]["fc"]

@@ -198,6 +198,18 @@ def test_areas_of_the_map_are_as_large_as_what_they_measure(page, net):
     assert areas["layer.1"] / areas["layer.0"] == pytest.approx(5 / 4, rel=0.01)
 
 
+def test_the_map_is_saved_as_an_image(page, net):
+    start(page, net)
+    page.run("htp.tab('map')")
+    saved = page.run(
+        "new Promise((done) => { htp.picture.save = (image, name) => createImageBitmap(image)"
+        ".then(({ width, height }) => done([name, width, height]));"
+        " document.getElementById('map-png').click(); })"
+    )
+    canvas = "document.querySelector('#map canvas')"
+    assert saved == page.run(f"[`${{htp.data.name}}.png`, {canvas}.width, {canvas}.height]")
+
+
 class Tied(torch.nn.Module):
     """The output layer has the weight of the embedding, 400 elements, and a bias of its own."""
 

@@ -43,7 +43,10 @@ def carry_command(
     output: OutputOption,
     runs_on: InputOptions,
     after: Annotated[
-        Path | None, typer.Argument(help="What a tool made of it, or someone else exported.")
+        Path | None,
+        typer.Argument(
+            help="The file without tags: a tool made it of BEFORE, or someone exported it."
+        ),
     ] = None,
     require: Annotated[
         float,
@@ -56,10 +59,13 @@ def carry_command(
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Put tags on what a tool made or someone exported.
+    """Put tags on a file of another tool or exporter.
 
-    A single file is enough where its map was embedded: --embed-map of export and run. Exit status 1
-    where fewer nodes have known owners than --require asks for; then nothing is written.
+    Most tools drop the tags, which name the module of each node. Nodes that do the same work as
+    those of BEFORE get their tags: they are found by name, structure, weights and values. If
+    --embed-map of export or run wrote a map of the original into it, AFTER alone is enough.
+
+    Exit status 1 if fewer nodes have known owners than --require asks for; then nothing is written.
     """
     from htp_export.capabilities.carry.carrying import carry
     from htp_export.files.model_files import write_model

@@ -20,11 +20,14 @@ from htp_export.command.options import (
 from htp_export.command.outputs import report
 from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import CheckFailed, Steps
-from htp_export.errors import HtpExportError, InputError
+from htp_export.errors import HtpExportError, InputError, unknown_name
 from htp_export.process.argument_types import check_type, parameter_type
 
 if TYPE_CHECKING:
     from htp_export.capabilities.carry.carrying import Carried
+
+_SET_BY_COMMAND = ("model", "output", "share_weights")
+"""Parameters of adapters that are no options of the tool."""
 
 EXAMPLE = "onnxruntime bert.onnx -o ort.onnx --set level=extended"
 PLACE = ("Optimise", 2)
@@ -45,7 +48,10 @@ def run_command(
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run another tool on a tagged file, and keep its tags."""
+    """Run another tool on a tagged file, and keep its tags.
+
+    The tags name the module of each node. Most tools drop them.
+    """
     from htp_export.alignment.origin_map import embed_map
     from htp_export.capabilities.carry.adapting import share_unchanged
     from htp_export.files.model_files import write_model
@@ -73,8 +79,13 @@ def run_command(
 def _check_settings(tool: str, settings: Mapping[str, Any]) -> None:
     """Refuse unknown options of an adapter, and values of wrong types; a tool checks its own."""
     run = getattr(tools, tool)
+    parameters = inspect.signature(run).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = [name for name in parameters if name not in _SET_BY_COMMAND]
+    for name in settings:
+        if name in _SET_BY_COMMAND or not (takes_all or name in known):
+            raise InputError(f"--set {name}: {tool} has no option {unknown_name(name, known)}")
     try:
-        inspect.signature(run).bind(None, **settings)
         for name, value in settings.items():
             check_type(name, value, parameter_type(run, name))
     except (TypeError, InputError) as error:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from htp_export.capabilities.export.export_options import DeployOptions, GraphOptions
+from htp_export.capabilities.export.export_program import ExportProgram
+from htp_export.command.as_python import CallSeen, wanted_program
 from htp_export.command.failed_exports import failed_exports
 from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.options import Idle, JsonOption
@@ -67,6 +69,12 @@ def export_command(
     graph.check()
     if verify:
         required("onnxruntime", "--verify")
+    program = wanted_program()
+    if program is not None:
+        described = ExportProgram(
+            program, output, model, deploy, graph, verify, two_files, cache_names
+        )
+        raise CallSeen(described.text())
     steps = Steps(count=2 + verify + (deploy.transformers_js is not None))
     with steps.step(f"loading {model.name}"):
         calls = _calls(model, graph, deploy, two_files, cache_names)

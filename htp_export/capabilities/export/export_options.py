@@ -128,8 +128,9 @@ class GraphOptions:
             idle.add("--keep-attention")
         return idle
 
-    def for_torch(self, call: SourceCall) -> dict[str, Any]:
-        """Keyword arguments of ``torch.onnx.export``."""
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of ``torch.onnx.export`` that do not depend on the model."""
         options: dict[str, Any] = {
             "dynamo": self.dynamo,
             "verbose": False,
@@ -141,6 +142,11 @@ class GraphOptions:
             options["names"] = self.names
         if self.functions:
             options["export_modules_as_functions"] = tuple(self.functions)
+        return options
+
+    def for_torch(self, call: SourceCall) -> dict[str, Any]:
+        """Keyword arguments of ``torch.onnx.export``."""
+        options = self.settings
         if call.example is not None:
             options |= call.example.options
             options.pop("kwargs", None)

@@ -33,7 +33,11 @@ def splice_command(
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Replace one module of a model by another model."""
+    """Replace one module of a model by another model.
+
+    The opposite of extract: the inputs and outputs of the other model have to be those of the
+    module.
+    """
     from htp_export.capabilities.extract.extraction import splice
 
     with Steps(quiet=as_json).step(f"splicing {module}"):

@@ -40,7 +40,7 @@ def forensics_command(
 ) -> None:
     """Show the possible simplifications of each module.
 
-    Each finding names the pass that applies it.
+    Each finding names the pass of optimize that applies it.
     """
     from htp_export.capabilities.forensics.drawing import render_findings, render_forensics
     from htp_export.capabilities.forensics.investigation import forensics

@@ -22,7 +22,7 @@ def one_call(
 ) -> SourceCall:
     """Load the model, and create example inputs; see ``ModelOptions.call``."""
     task = None if options.task == AUTO else options.task
-    source = _source(options)
+    source = source_of(options)
     model, checkpoint = _load(source, options, task, stream_weights)
     parameters = named_parameters(model)
     all_shapes = {name: shape for name, shape in (shapes or {}).items() if name in parameters}
@@ -40,7 +40,7 @@ def calls_by_task(
 
     ``for_genai``: sliding windows count tokens, and ``embed_tokens`` replaces image tokens.
     """
-    source = _source(options)
+    source = source_of(options)
     model, checkpoint = _load(source, options, options.task or AUTO, stream_weights)
     with released_when_read(model) if stream_weights else contextlib.nullcontext():
         calls = example_calls(
@@ -62,10 +62,11 @@ def calls_by_task(
 
 def has_guessed_task(options: ModelOptions) -> bool:
     """Whether the config of the folder or hub id names a class that generates."""
-    return generates(_source(options).config())
+    return generates(source_of(options).config())
 
 
-def _source(options: ModelOptions) -> Source:
+def source_of(options: ModelOptions) -> Source:
+    """Return the SOURCE of the options, which is checked."""
     revision, trusted = options.revision, options.trust_remote_code
     return Source(str(options.source), options.random_weights, options.overrides, revision, trusted)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from htp_export.command.as_python import text_of, wanted_program
 from htp_export.command.options import FileArgument, Idle, JsonOption, SelectOption
 from htp_export.command.terminal import Steps, print_json, print_text, show
 from htp_export.reporting.columns import many
@@ -48,6 +49,9 @@ def nodes_command(
     from htp_export.command.outputs import report
     from htp_export.reporting.row_table import RowTable
 
+    program = wanted_program()
+    if program is not None and node is not None:
+        program.printed = f"result.find(result.key_of({text_of(node)}))"
     with Steps(quiet=as_json or as_csv).step(f"mapping {file}"):
         mapped = nodes(file, select=select or None)
     if node is not None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from htp_export.command.as_python import Preparation, Written, text_of, wanted_program
+from htp_export.command.model_options import ModelOptions, call_entry
+from htp_export.command.model_programs import prepare_entry
 from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, report
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
@@ -61,7 +65,13 @@ def pipeline_command(
     if file.suffix.lower() == ".onnx" and model is None and output is None:
         _show_provenance(file, as_json)
         return
-    read = read_pipeline(file, _with_pytorch, allow_entry=allow_entry)
+    program = wanted_program()
+    prepare = _with_pytorch if program is None else _Lines(program).of_step
+    read = read_pipeline(file, prepare, allow_entry=allow_entry)
+    if program is not None:
+        program.arguments["steps"] = _written_steps(file, read.steps)
+        if allow_entry:
+            program.arguments["allow_entry"] = Written("True")
     with Steps(quiet=as_json).step("running the pipeline"):
         result = pipeline(read, model, output, folder=folder, resume=not fresh)
     report(result, as_json, output=result.output)
@@ -69,12 +79,53 @@ def pipeline_command(
         raise CheckFailed(result.summary)
 
 
+@dataclass
+class _Lines:
+    """The lines for the PyTorch model of a ``verify`` step, for ``--as-python``."""
+
+    program: Preparation
+
+    def of_step(self, step: PipelineStep) -> PipelineStep:
+        """Write the lines of a step; return the step with the names of its model and inputs."""
+        if not _names_model(step):
+            return step
+        if self.program.lines:
+            raise InputError("--as-python: only one step verify may name a model")
+        options = dict(step.options)
+        named = {name: options.pop(name) for name in _MODEL_OPTIONS if name in options}
+        settings = named.pop("set", {})
+        named["settings"] = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        named["attention"] = named.pop("attn_implementation", None)
+        model = ModelOptions(**named)
+        if model.entry is not None:
+            prepare_entry(self.program, model)
+        else:
+            from htp_export.capabilities.huggingface.source_programs import prepare_source
+
+            prepare_source(self.program, model)
+        options |= self.program.arguments
+        self.program.arguments.clear()
+        self.program.left_out.clear()
+        return replace(step, options=options, described=step.options)
+
+
+def _written_steps(file: Path, steps: Sequence[PipelineStep]) -> Written:
+    """The file of the steps; or the steps, if one of them has a PyTorch model."""
+    if all(step.described is None for step in steps):
+        return Written(text_of(file))
+    listed = [{step.name: dict(step.options)} if step.options else step.name for step in steps]
+    return Written(text_of(listed))
+
+
+def _names_model(step: PipelineStep) -> bool:
+    """Whether a step is a ``verify`` that names a factory or a model of transformers."""
+    return step.name == "verify" and not {"entry", "source"}.isdisjoint(step.options)
+
+
 def _with_pytorch(step: PipelineStep) -> PipelineStep:
     """Replace the names in a ``verify`` step by the PyTorch model and its arguments."""
-    if step.name != "verify" or not {"entry", "source"} & set(step.options):
+    if not _names_model(step):
         return step
-    from htp_export.command.model_options import call_entry
-
     options = dict(step.options)
     if "entry" in options:
         call = call_entry(str(options.pop("entry")), int(options.pop("seed", 0)))
@@ -85,6 +136,7 @@ def _with_pytorch(step: PipelineStep) -> PipelineStep:
 
 
 _SOURCE_OPTIONS = ("task", "random_weights", "seed", "dtype", "revision", "attn_implementation")
+_MODEL_OPTIONS = ("entry", "source", "set", *_SOURCE_OPTIONS)
 
 
 def _from_source(options: dict[str, Any]) -> dict[str, Any]:

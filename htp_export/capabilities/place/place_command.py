@@ -56,7 +56,10 @@ def place_command(
     ] = False,
     provider: ProviderOption = None,
 ) -> None:
-    """Assign devices to modules, for ONNX Runtime 1.25 and later."""
+    """Assign devices to modules, for ONNX Runtime 1.25 and later.
+
+    A plan or --rule gives the device of selected modules: gpu, cpu, npu.
+    """
     from htp_export.capabilities.place.placing import place
     from htp_export.model.tagged import load
 

@@ -23,7 +23,7 @@ from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.runtime.data import Data
 from htp_export.runtime.samples import Samples
 from htp_export.runtime.sessions import RunnableModel
-from htp_export.runtime.settings import RunSettings
+from htp_export.runtime.settings import HOST, RunSettings
 
 _TIMINGS = ("auto", "kernels", "modules")
 
@@ -110,10 +110,8 @@ def profile(
     other: ProfileEngine | None = None if engine == OWN_ENGINE else plug_in("profile", engine)
     if other is None:
         _check_options_of_own_engine(settings, options)
-    elif not settings.has_default_session or memory or timing == "modules":
-        raise InputError(
-            f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
-        )
+    else:
+        _check_other_engine(settings, memory, timing)
     if measured is not None:
         has_timing = memory or timing != "auto"
         _check_nothing_runs(measured, settings, options, has_timing=has_timing)
@@ -147,6 +145,19 @@ def profile(
                 allocated = memory_by_module(runnable, settings, feed, tagged, folder)
             results.append(result)
     return Profile.over_inputs(tagged, results, engine, notes, allocated)
+
+
+def _check_other_engine(settings: RunSettings, memory: bool, timing: str) -> None:
+    """Refuse settings that ONNX Runtime alone has."""
+    given = {
+        "providers": settings.providers != (HOST,),
+        "session_options": settings.session_options is not None,
+        "memory": memory,
+        "timing": timing == "modules",
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise InputError(f"{name} is for engine={OWN_ENGINE!r}")
 
 
 def _check_options_of_own_engine(settings: RunSettings, options: Mapping[str, Any]) -> None:

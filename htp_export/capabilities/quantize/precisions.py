@@ -76,9 +76,8 @@ def _with_fields(value: Mapping[str, Any], named: Mapping[str, Precision]) -> Pr
         raise InputError(f"precision {value!r} has no name; write it as 'precision': 'int8'")
     base = precision_of(name, named)
     if base == AUTO and given:
-        raise InputError(
-            f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given"
-        )
+        listed = ", ".join(repr(each) for each in given if each != "name")
+        raise InputError(f"precision 'auto' has no fields, and {listed} is given")
     given = base.how.fields_from(base.name, given)
     fields = {key: given.pop(key) for key in FIELDS if key in given}
     # The remaining fields are options of the method. The bits follow from the type.

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
+from htp_export.command.as_python import Preparation, wanted_program
 from htp_export.command.model_options import ModelOptions, SourceCall
+from htp_export.command.model_programs import prepare_entry
 from htp_export.command.options import FileArgument, JsonOption, SelectOption
 from htp_export.command.run_options import DimsOption, parse_dims, read_shapes
 from htp_export.command.streams import is_quiet
@@ -123,13 +125,21 @@ def verify_command(
     sizes, tolerances = parse_dims(dims or []), parse_tolerances(tolerance or ())
     steps = Steps(quiet=as_json, count=2)
     tagged = load(file)
+    program = wanted_program()
+    if program is not None and outputs_from is not None:
+        raise InputError(
+            "--as-python: the inputs are those in the file of --outputs-from; docs/verify.md has the Python"
+        )
     with steps.step(f"loading {options.name}"):
-        call = _call_by_task(tagged, options, sizes)
-        if call is None:
-            call = options.call(shapes=_shapes(tagged, sizes, read_shapes(options.shapes)))
-    if outputs_from is not None:
+        if program is not None:
+            call = _prepared(program, tagged, options, sizes)
+        else:
+            call = _call(tagged, options, sizes)
+    assumed: tuple[str, ...] = ()
+    if program is None and outputs_from is not None:
         call = _call_of_dump(tagged, call, outputs_from)
-    assumed = _assumed(tagged, call, sizes) if call.example is None else ()
+    if program is None and call.example is None:
+        assumed = _assumed(tagged, call, sizes)
     with steps.step("verifying"):
         results = verified_runs(
             call,
@@ -143,18 +153,52 @@ def verify_command(
     report_runs(results, everything=everything, as_json=as_json)
 
 
+def _call(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]) -> SourceCall:
+    """The model, and the inputs of its task or of the shapes of the file."""
+    call = _call_by_task(tagged, options, sizes)
+    if call is not None:
+        return call
+    return options.call(shapes=_shapes(tagged, sizes, read_shapes(options.shapes)))
+
+
+def _prepared(
+    program: Preparation, tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]
+) -> SourceCall:
+    """Write the lines that create the model and its inputs; without a factory, the call has neither."""
+    if options.entry is not None:
+        return prepare_entry(program, options)
+    if _is_of_task(tagged, options, sizes):
+        raise InputError(
+            "--as-python: a file of a task is verified in one call for each of its runs; docs/huggingface.md has them"
+        )
+    from htp_export.capabilities.huggingface.source_programs import prepare_source
+
+    prepare_source(program, options, shapes=_shapes(tagged, sizes, read_shapes(options.shapes)))
+    return SourceCall(None)  # type: ignore[arg-type] # it is not called
+
+
+def _is_of_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]) -> bool:
+    """Whether the file has the inputs of a task: a cache, or names and axes of ``--task``."""
+    from htp_export.capabilities.huggingface.tasks import split_task
+
+    with_task = options.task is not None and not sizes
+    is_cached = _cache_names(_input_names(tagged)) is not None
+    return is_cached or with_task or split_task(options.task)[1]
+
+
+def _input_names(tagged: TaggedModel) -> set[str]:
+    return {str(value.name) for value in tagged.model.graph.inputs if not value.is_initializer()}
+
+
 def _call_by_task(
     tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]
 ) -> SourceCall | None:
     """The call of the task that has the same inputs as the file; None without a task."""
-    from htp_export.capabilities.huggingface.tasks import split_task
-
-    names = {str(value.name) for value in tagged.model.graph.inputs if not value.is_initializer()}
+    if not _is_of_task(tagged, options, sizes):
+        return None
+    names = _input_names(tagged)
     cache_names = _cache_names(names)
     is_cached = cache_names is not None
-    with_task = options.task is not None and not sizes
-    if not (is_cached or with_task or split_task(options.task)[1]):
-        return None
     cache_names = cache_names or "optimum"
     listed: dict[str, str] = {}  # file of the task → its inputs, for the error
     # The file may be one of the task's default files, or of the other division into files.

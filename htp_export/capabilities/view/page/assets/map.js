@@ -227,6 +227,8 @@
     draw();
   }
 
+  document.getElementById("map-png").onclick = () => canvas.toBlob((image) => htp.picture.save(image, `${htp.data.name}.png`), "image/png");
+
   canvas.addEventListener("mousemove", (event) => {
     const module = at(event);
     tip.hidden = !module;

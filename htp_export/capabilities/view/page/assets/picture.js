@@ -83,5 +83,5 @@ htp.picture = (function () {
   }
   const saveSvg = (element, name) => save(new Blob([svgOf(element)], { type: "image/svg+xml" }), `${name}.svg`);
   const savePng = async (element, name) => save(await pngOf(element), `${name}.png`);
-  return { svgOf, pngOf, saveSvg, savePng };
+  return { svgOf, pngOf, save, saveSvg, savePng };
 })();
