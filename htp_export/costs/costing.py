@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 from htp_export.costs.execution import Body, Run, RunStep, run_by_shapes, walk
-from htp_export.costs.memory import Timeline, traffic
+from htp_export.costs.memory import Timeline, reads, writes
 from htp_export.costs.result import Cost, ModuleCost, NodeCost, Peak
 from htp_export.costs.work import NOTHING, Formulas, Work, all_formulas, work_of
 from htp_export.editing.flattening import read_flat
@@ -18,7 +18,15 @@ from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.runtime.data import Data
 from htp_export.runtime.settings import RunSettings
 
-_SUMMED = ("macs", "flops", "other_flops", "activation_bytes", "traffic_bytes")
+_SUMMED = (
+    "macs",
+    "flops",
+    "other_flops",
+    "activation_bytes",
+    "traffic_bytes",
+    "read_bytes",
+    "written_bytes",
+)
 _Sums: TypeAlias = defaultdict[str, Counter[str]]
 
 
@@ -99,6 +107,7 @@ def _node_cost(step: RunStep, work: Work | None, times: int) -> NodeCost:
     for tensor in step.outputs:
         if tensor.viewed is None and tensor.origin == "made":
             activations += tensor.bytes
+    read, written = times * sum(reads(step).values()), times * sum(writes(step).values())
     return NodeCost(
         name=step.node.name or "",
         op_type=step.node.op_type,
@@ -110,7 +119,9 @@ def _node_cost(step: RunStep, work: Work | None, times: int) -> NodeCost:
         other_flops=other * times,
         shapes=tuple(tensor.shape for tensor in step.outputs),
         activation_bytes=times * activations,
-        traffic_bytes=times * sum(traffic(step).values()),
+        traffic_bytes=read + written,
+        read_bytes=read,
+        written_bytes=written,
         modules=step.modules if "" in step.modules else step.modules | {""},
     )
 

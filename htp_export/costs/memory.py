@@ -32,6 +32,11 @@ def traffic(step: RunStep) -> Mapping[Tensor, int]:
 
     It is empty for views, and for nodes with subgraphs, whose nodes have their own traffic.
     """
+    return Counter(reads(step)) + Counter(writes(step))
+
+
+def reads(step: RunStep) -> Mapping[Tensor, int]:
+    """Buffer → bytes that one run of a node reads from it: each byte once."""
     if step.op[0] == "" and step.op[1] in _NO_TRAFFIC:
         return {}
     written = sum(tensor.bytes for tensor in step.outputs)
@@ -43,6 +48,14 @@ def traffic(step: RunStep) -> Mapping[Tensor, int]:
         if position == 0 and step.op[1] in _PICKING:
             read = min(read, written)
         moved[tensor.buffer] = max(moved[tensor.buffer], read)
+    return moved
+
+
+def writes(step: RunStep) -> Mapping[Tensor, int]:
+    """Buffer → bytes that one run of a node writes into it."""
+    if step.op[0] == "" and step.op[1] in _NO_TRAFFIC:
+        return {}
+    moved: defaultdict[Tensor, int] = defaultdict(int)
     for tensor in step.outputs:
         moved[tensor.buffer] += tensor.bytes
     return moved

@@ -454,7 +454,9 @@ def _root(value: ir.Value, sign: int, known: Symbolic) -> _Root | None:
     if not is_square:
         return None
     if reduced.factor != 1:
-        why = f"the mean of squares is multiplied by {reduced.factor:.6g}, as an unbiased variance is"
+        why = (
+            f"the mean of squares is multiplied by {reduced.factor:.6g}, as an unbiased variance is"
+        )
     return _Root(centred, reduced.axes, epsilon, why)
 
 

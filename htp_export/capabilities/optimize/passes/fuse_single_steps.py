@@ -58,7 +58,8 @@ class FuseSingleSteps(NodePass):
     def _ones(self, steps: Steps) -> ir.Value:
         """A weight for a normalization without one, which the operator requires."""
         shape, dtype = self.known.shape(steps.source), self.known.dtype(steps.source)
-        assert shape is not None and dtype is not None
+        assert shape is not None
+        assert dtype is not None
         sizes = [size for size in shape[int(steps.attributes["axis"]) :] if isinstance(size, int)]
         name = f"{steps.nodes[-1].outputs[0].name}_ones"
         return add_constant(self.graph, np.ones(sizes, dtype.numpy()), name)

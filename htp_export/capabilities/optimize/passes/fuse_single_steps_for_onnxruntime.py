@@ -16,8 +16,6 @@ class FuseSingleStepsForOnnxruntime(FuseSingleSteps):
     """Fuses GELU and RMS norm in single steps into ONNX Runtime's operators in older opsets."""
 
     def _operator(self, steps: Steps) -> ir.Node:
-        if not super()._missing(steps):
-            return super()._operator(steps)
         if steps.operator == "Gelu":
             is_tanh = steps.attributes["approximate"] == "tanh"
             self.graph.opset_imports.setdefault(_CONTRIB, 1)
@@ -28,5 +26,7 @@ class FuseSingleStepsForOnnxruntime(FuseSingleSteps):
         return ir.node("SimplifiedLayerNormalization", [steps.source, scale], attributes)
 
     def _missing(self, steps: Steps) -> str:
-        has_own = steps.operator in ("Gelu", "RMSNormalization")
-        return "" if has_own else super()._missing(steps)
+        missing = super()._missing(steps)
+        if not missing:
+            return "fuse_single_steps writes ONNX's own operator"
+        return "" if steps.operator in ("Gelu", "RMSNormalization") else missing
