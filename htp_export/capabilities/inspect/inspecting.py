@@ -195,10 +195,11 @@ def _by_symbolic_tracing(
         traced.graph.eliminate_dead_code()
         traced.recompile()
     traced_args, traced_kwargs = args, kwargs
-    if concrete_args:  # torch.fx gives their parameters other names
+    if concrete_args:
+        # torch.fx gives these parameters other names, so that all arguments are positional
         bound = python_inspect.signature(model.forward).bind(*args, **kwargs)
         bound.apply_defaults()
-        traced_args, traced_kwargs = bound.args, bound.kwargs
+        traced_args, traced_kwargs = tuple(bound.arguments.values()), {}
     results = []
     for module, given, named in (
         (model, args, kwargs),
