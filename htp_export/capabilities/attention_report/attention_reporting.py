@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from htp_export.attention.decomposing import attention_as_in, decomposed_attention
-from htp_export.costs.memory import fusible_traffic
+from htp_export.costs.memory import FusedCost, cost_of_fusing, fusible_traffic
 from htp_export.errors import InputError
 from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.capture.torch_internals import scopes_of
@@ -20,8 +20,6 @@ from htp_export.reporting.result import Result, Table
 
 if TYPE_CHECKING:
     import torch
-
-    from htp_export.costs.memory import FusedCost
 
 _ATTENTION = "attention"
 _MODEL = "model"
@@ -242,8 +240,6 @@ def _rows(
     groups: Mapping[str, Collection[str]],
 ) -> dict[str, AttentionRow]:
     """The rows of an export: the whole model, then groups of modules."""
-    from htp_export.costs.memory import cost_of_fusing
-
     groups = {_MODEL: ("",), **groups}
     costs = cost_of_fusing(tagged, groups)
     rows = {}

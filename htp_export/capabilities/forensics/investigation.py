@@ -334,8 +334,11 @@ def _moved(old: Sequence[RunStep | None], new: Sequence[RunStep | None]) -> Move
     numbers = []
     for steps in (old, new):
         for bytes_by_tensor in (reads, writes):
-            moved = [sum(bytes_by_tensor(step).values()) for step in steps if step is not None]
-            numbers.append(sum(moved))
+            moved = 0
+            for step in steps:
+                if step is not None:
+                    moved += sum(bytes_by_tensor(step).values())
+            numbers.append(moved)
     read, written, read_after, written_after = numbers
     return Moved(read, written, read_after, written_after)
 

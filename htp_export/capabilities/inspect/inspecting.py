@@ -98,7 +98,10 @@ def inspect(
     if way is not None and way not in _WAYS:
         raise InputError(f"way {way!r} is none of {', '.join(_WAYS)}")
     concrete = _checked_concrete_args(model, way, concrete_args)
-    ways = {**_WAYS, "torch.fx": functools.partial(_by_symbolic_tracing, concrete_args=concrete)}
+    ways: dict[Way, Callable[..., Inspected]] = {
+        **_WAYS,
+        "torch.fx": functools.partial(_by_symbolic_tracing, concrete_args=concrete),
+    }
     if way is not None:
         ways = {way: ways[way]}
     path_by_id = ModuleNames(model).by_id

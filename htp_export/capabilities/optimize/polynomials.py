@@ -72,12 +72,13 @@ def cone(value: ir.Value, known: Symbolic) -> Iterator[ir.Value]:
             yield each
             node = producer_of(each, *_ARITHMETIC)
             for operand in () if node is None else node.inputs:
-                if operand is not None and _number(operand, known) is None:
+                if operand is not None and number_of(operand, known) is None:
                     following[operand] = None
         edge = following
 
 
-def _number(value: ir.Value | None, known: Symbolic) -> float | None:
+def number_of(value: ir.Value | None, known: Symbolic) -> float | None:
+    """The number of a constant of one element; None for other tensors."""
     array = known.array(value)
     if array is None or array.size != 1 or array.dtype.kind not in "fiu":
         return None
@@ -97,7 +98,7 @@ class _Reader:
             return None
         if value in self._variables:
             return {self._variables[value]: 1.0}
-        number = _number(value, self._known)
+        number = number_of(value, self._known)
         if number is not None:
             return {(0, 0): number}
         node = producer_of(value, *_ARITHMETIC)

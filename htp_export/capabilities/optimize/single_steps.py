@@ -13,7 +13,13 @@ from typing import NamedTuple, TypeAlias
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.polynomials import Polynomial, cone, is_close, polynomial
+from htp_export.capabilities.optimize.polynomials import (
+    Polynomial,
+    cone,
+    is_close,
+    number_of,
+    polynomial,
+)
 from htp_export.editing.editing import is_boundary, is_constant
 from htp_export.model.neighbours import only_consumer, producer_of, reached
 from htp_export.shapes.known import Shape, axes_of, normalized
@@ -147,18 +153,10 @@ def _scaled(node: ir.Node, known: Symbolic) -> tuple[ir.Value, float] | None:
     if not is_standard(node, "Mul", "Div"):
         return None
     for place in (1, 0) if node.op_type == "Mul" else (1,):
-        number, value = _number(node.inputs[place], known), node.inputs[1 - place]
+        number, value = number_of(node.inputs[place], known), node.inputs[1 - place]
         if value is not None and number:
             return value, number if node.op_type == "Mul" else 1 / number
     return None
-
-
-def _number(value: ir.Value | None, known: Symbolic) -> float | None:
-    """The number of a constant of one element; None for other tensors."""
-    array = known.array(value)
-    if array is None or array.size != 1 or array.dtype.kind not in "fiu":
-        return None
-    return float(array.item())
 
 
 def _nodes(last: ir.Node, leaves: Iterable[ir.Value | None]) -> tuple[ir.Node, ...]:
@@ -217,9 +215,9 @@ def _quotients(node: ir.Node, known: Symbolic) -> Iterator[tuple[ir.Value, ir.Va
         divisor = inverse.inputs[-1] if inverse.op_type == "Div" else inverse.inputs[0]
         number = 1.0
         if inverse.op_type == "Div":
-            number = _number(inverse.inputs[0], known) or 0.0
+            number = number_of(inverse.inputs[0], known) or 0.0
         if inverse.op_type == "Pow":
-            number = -(_number(inverse.inputs[1], known) or 0.0)
+            number = -(number_of(inverse.inputs[1], known) or 0.0)
         if number == 1 and divisor is not None:
             yield dividend, divisor
 
@@ -229,7 +227,7 @@ def _less_number(value: ir.Value, known: Symbolic) -> tuple[ir.Value, float]:
     node = producer_of(value, "Add")
     for place in (1, 0) if node is not None else ():
         assert node is not None
-        number, other = _number(node.inputs[place], known), node.inputs[1 - place]
+        number, other = number_of(node.inputs[place], known), node.inputs[1 - place]
         if number is not None and other is not None:
             return other, number
     return value, 0.0
@@ -410,7 +408,7 @@ def _other_factors(
             return None
         if factor is root.centred or _is_centred(factor, source, root, known):
             sources += 1
-        elif _number(factor, known) != 1:  # as in 1 / root
+        elif number_of(factor, known) != 1:  # as in 1 / root
             rest.append(factor)
     return rest if sources == 1 else None
 
@@ -439,7 +437,7 @@ def _root(value: ir.Value, sign: int, known: Symbolic) -> _Root | None:
     node = producer_of(value, "Sqrt", "Pow")
     if node is None:
         return None
-    exponent = 0.5 if node.op_type == "Sqrt" else _number(node.inputs[1], known)
+    exponent = 0.5 if node.op_type == "Sqrt" else number_of(node.inputs[1], known)
     if exponent is None or exponent * sign != -0.5 or node.inputs[0] is None:
         return None
     mean, epsilon = _less_number(node.inputs[0], known)
@@ -450,7 +448,7 @@ def _root(value: ir.Value, sign: int, known: Symbolic) -> _Root | None:
         return None
     is_square = square.inputs[1] is centred
     if square.op_type == "Pow":
-        is_square = _number(square.inputs[1], known) == 2
+        is_square = number_of(square.inputs[1], known) == 2
     if not is_square:
         return None
     if reduced.factor != 1:

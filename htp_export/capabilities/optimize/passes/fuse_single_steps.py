@@ -60,7 +60,8 @@ class FuseSingleSteps(NodePass):
         shape, dtype = self.known.shape(steps.source), self.known.dtype(steps.source)
         assert shape is not None
         assert dtype is not None
-        sizes = [size for size in shape[int(steps.attributes["axis"]) :] if isinstance(size, int)]
+        # `steps_at` declines open sizes
+        sizes = [int(str(size)) for size in shape[int(steps.attributes["axis"]) :]]
         name = f"{steps.nodes[-1].outputs[0].name}_ones"
         return add_constant(self.graph, np.ones(sizes, dtype.numpy()), name)
 
