@@ -1,4 +1,4 @@
-"""Attention as one operation, and in steps: what a graph optimiser sees of a model."""
+"""Attention as one operation, and in steps: the operations that can be fused."""
 
 import numpy as np
 import pytest

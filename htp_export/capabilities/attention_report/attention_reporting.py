@@ -45,7 +45,7 @@ class AttentionRow:
 
 @dataclass(frozen=True)
 class Exposed:
-    """What a graph optimiser sees: attention as one operation in each module, or its steps.
+    """The operations of a model, with attention as one operation in each module, or in steps.
 
     Attributes:
         operations: Number of operations of the model in its FX graph.

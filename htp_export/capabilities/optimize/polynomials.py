@@ -20,6 +20,7 @@ _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "Pow")
 _DEPTH = 8
 """The longest path of nodes; the usual forms of GELU have six."""
 _LARGEST_EXPONENT = 4
+"""The sum of exponents in a term: a GELU has 3; without a limit, products of products have any."""
 _TOLERANCE = 1e-6
 """The largest relative difference of coefficients: those of float32 differ by 1e-7."""
 
