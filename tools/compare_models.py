@@ -85,6 +85,44 @@ def whisper(size: str) -> Built:
     return WhisperEncoder(config), {"input_features": torch.randn(1, 80, frames)}
 
 
+def whisper_base(size: str) -> Built:
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    frames = 3000 if size == "real" else 100
+    common = {"encoder_layers": 6, "max_source_positions": frames // 2, "num_mel_bins": 80}
+    real = {**common, "d_model": 512, "encoder_attention_heads": 8, "encoder_ffn_dim": 2048}
+    narrow = {**common, "d_model": 64, "encoder_attention_heads": 8, "encoder_ffn_dim": 128}
+    config = WhisperConfig(**_sizes(size, real, narrow, {"encoder_layers": 2}))
+    return WhisperEncoder(config), {"input_features": torch.randn(1, 80, frames)}
+
+
+def efficientnet(size: str) -> Built:
+    from transformers import EfficientNetConfig, EfficientNetForImageClassification
+
+    # transformers' defaults are those of B7
+    b0 = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "image_size": 224, "hidden_dim": 1280}
+    b0 |= {"dropout_rate": 0.2, "num_labels": 1000}
+    narrow = {**b0, "width_coefficient": 0.25, "hidden_dim": 320, "image_size": 64}
+    small = {"depth_coefficient": 0.5}
+    return EfficientNetForImageClassification(
+        EfficientNetConfig(**_sizes(size, b0, narrow, small))
+    ), _image(size)
+
+
+def mobilenet_v3(size: str) -> Built:
+    from tools.compare_nets import MobileNetV3Small
+
+    return MobileNetV3Small(**_sizes(size, {}, {}, {"depth": 4})), _image(size)
+
+
+def yolov8(size: str) -> Built:
+    from tools.compare_nets import Yolov8n
+
+    side = 640 if size == "real" else 64
+    return Yolov8n(side), {"pixel_values": torch.randn(1, 3, side, side)}
+
+
 def resnet(size: str) -> Built:
     from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -239,11 +277,19 @@ MODELS: dict[str, Callable[[str], Built]] = {
     "T5-small encoder": t5,
 }
 
+FURTHER: dict[str, Callable[[str], Built]] = {
+    "EfficientNet-B0": efficientnet,
+    "MobileNetV3-S": mobilenet_v3,
+    "Whisper-base encoder": whisper_base,
+    "YOLOv8n": yolov8,
+}
+"""Models that are compared if they are named; the tables of docs/passes.md have no row for them yet."""
+
 
 def build(name: str, size: str) -> Built:
     """A model in eval mode and its inputs; every parameter and running statistic has values of its own."""
     torch.manual_seed(0)
-    model, inputs = MODELS[name](size)
+    model, inputs = {**MODELS, **FURTHER}[name](size)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -37,7 +37,7 @@ sys.path.insert(0, os.fspath(Path(__file__).parent.parent))
 
 import onnx
 
-from tools.compare_models import MODELS, SIZES, build, export
+from tools.compare_models import FURTHER, MODELS, SIZES, build, export
 from tools.latency import difference, paired, session, timed
 from tools.latency import shown as shown_ratio
 from tools.peak_memory import own_peak
@@ -298,7 +298,7 @@ def median_times(rows: list[dict[str, Any]], tools: list[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="*", default=[], help=", ".join(MODELS))
+    parser.add_argument("models", nargs="*", default=[], help=", ".join((*MODELS, *FURTHER)))
     parser.add_argument("--exporter", choices=["torchscript", "dynamo"])
     parser.add_argument("--tools", nargs="*", default=list(TOOLS))
     parser.add_argument(

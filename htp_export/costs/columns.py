@@ -49,6 +49,10 @@ _FUSING: tuple[Column[Any], ...] = (
     Column("saved_traffic_bytes", "saved", unit="B", keep=9),
     Column("fused_peak_bytes", "model's peak, fused", unit="B", keep=9),
 )
+_MOVED: tuple[Column[Any], ...] = (
+    Column("read_bytes", "read", unit="B"),
+    Column("written_bytes", "written", unit="B"),
+)
 _OWN = (
     "nodes",
     "parameters",
@@ -59,10 +63,12 @@ _OWN = (
     "activation_bytes",
     "moved_bits",
     "traffic_bytes",
+    "read_bytes",
+    "written_bytes",
 )
 _SELF: tuple[Column[Any], ...] = tuple(
     Column(f"self_{column.name}", f"self {column.title}", unit=column.unit, text=column.text)
-    for column in chosen((*_COUNTS, *_FUSING), _OWN)
+    for column in chosen((*_COUNTS, *_FUSING, *_MOVED), _OWN)
 )
 UNCOUNTED: Column[Any] = Column(
     "uncounted",
@@ -72,7 +78,7 @@ UNCOUNTED: Column[Any] = Column(
     right=False,
     keep=9,
 )
-COST_COLUMNS = (*_COUNTS, UNCOUNTED, *_SELF, *_FUSING)
+COST_COLUMNS = (*_COUNTS, UNCOUNTED, *_SELF, *_FUSING, *_MOVED)
 """The columns of the costs of a module."""
 
 FUSED = ("class_name", "nodes", *names_of(_FUSING))

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 from htp_export.costs.execution import Body, Run, RunStep, run_by_shapes, walk
-from htp_export.costs.memory import Timeline, traffic
+from htp_export.costs.memory import Timeline, moves
 from htp_export.costs.moved_bits import MovedBits
 from htp_export.costs.result import Cost, ModuleCost, NodeCost, Peak
 from htp_export.costs.work import NOTHING, Formulas, Work, all_formulas, work_of
@@ -26,6 +26,8 @@ _SUMMED = (
     "activation_bytes",
     "moved_bits",
     "traffic_bytes",
+    "read_bytes",
+    "written_bytes",
 )
 _Sums: TypeAlias = defaultdict[str, Counter[str]]
 
@@ -111,6 +113,12 @@ def _node_cost(step: RunStep, work: Work | None, times: int, moved_bits: int) ->
     for tensor in step.outputs:
         if tensor.viewed is None and tensor.origin == "made":
             activations += tensor.bytes
+    read, written = 0, 0
+    for _, size, is_written in moves(step):
+        if is_written:
+            written += times * size
+        else:
+            read += times * size
     return NodeCost(
         name=step.node.name or "",
         op_type=step.node.op_type,
@@ -123,7 +131,9 @@ def _node_cost(step: RunStep, work: Work | None, times: int, moved_bits: int) ->
         shapes=tuple(tensor.shape for tensor in step.outputs),
         activation_bytes=times * activations,
         moved_bits=times * moved_bits,
-        traffic_bytes=times * sum(traffic(step).values()),
+        traffic_bytes=read + written,
+        read_bytes=read,
+        written_bytes=written,
         modules=step.modules if "" in step.modules else step.modules | {""},
     )
 

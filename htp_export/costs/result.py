@@ -38,6 +38,8 @@ class NodeCost:
         activation_bytes: Size of its outputs.
         moved_bits: Bits of the activations that it reads and writes, in the width of their formats.
         traffic_bytes: Bytes that it reads and writes, weights included.
+        read_bytes: Bytes that it reads.
+        written_bytes: Bytes that it writes.
         modules: The modules whose regions contain it.
     """
 
@@ -53,6 +55,8 @@ class NodeCost:
     activation_bytes: int
     moved_bits: int
     traffic_bytes: int
+    read_bytes: int = 0
+    written_bytes: int = 0
     modules: AbstractSet[str] = field(default=frozenset(), repr=False)
 
 
@@ -75,6 +79,8 @@ class ModuleCost(ModuleFacts):
             width of the format in which they are used.
         traffic_bytes: Bytes that its nodes read and write, one after another: weights, inputs,
             outputs, intermediates.
+        read_bytes: The bytes of these that they read.
+        written_bytes: The bytes of these that they write.
         peak_bytes: Peak of the whole model's activation memory while one of its nodes runs.
         fused_traffic_bytes: ``traffic_bytes`` if its intermediates stayed on chip.
         fused_peak_bytes: Peak of the whole model if its intermediates stayed on chip.
@@ -93,6 +99,10 @@ class ModuleCost(ModuleFacts):
     self_moved_bits: int = 0
     traffic_bytes: int = 0
     self_traffic_bytes: int = 0
+    read_bytes: int = 0
+    self_read_bytes: int = 0
+    written_bytes: int = 0
+    self_written_bytes: int = 0
     peak_bytes: int = 0
     fused_traffic_bytes: int = 0
     fused_peak_bytes: int = 0

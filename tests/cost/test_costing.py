@@ -307,7 +307,7 @@ def test_the_result_is_plain_data_and_prints_and_the_model_is_left_as_it_is():
     assert data["nodes"][2] | {"name": "fc0"} == {
         "name": "fc0", "op_type": "MatMul", "owners": ["layer.0.fc"], "times": 1, "counted": True, "macs": 32,
         "flops": 64, "other_flops": 0, "shapes": [[2, 4]], "activation_bytes": 32, "moved_bits": 512,
-        "traffic_bytes": 128,
+        "traffic_bytes": 128, "read_bytes": 96, "written_bytes": 32,
     }  # fmt: skip
     assert str(report).splitlines()[0].split() == [
         "module", "class", "nodes", "parameters", "weights", "FLOPs", "other", "peak",

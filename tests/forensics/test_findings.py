@@ -116,12 +116,12 @@ FOUND: list[tuple[str, dict[str, Any], str, str, str | None, str]] = [
         NORM.format(
             mean="m = ReduceMean<axes=[-1]>(x)  d = Sub(x, m)", d="d", divide="n = Div(d, r)"
         ),
-        *(NUMBERS, "layer_norm", "m d sq m2 e r n z y", None, "opset 17"),
+        *(NUMBERS, "layer_norm", "m d sq m2 e r n z y", "fuse_single_steps", ""),
     ),
     (
         """g (float[2,3] x) => (float[2,3] y) { m = ReduceMax<axes=[-1]>(x)  d = Sub(x, m)  e = Exp(d)
         s = ReduceSum(e, axes)  y = Div(e, s) }""",
-        *({"axes": S([-1])}, "softmax", "m d e s y", None, ""),
+        *({"axes": S([-1])}, "softmax", "m d e s y", "fuse_single_steps", ""),
     ),
     (
         CONV.format(op=NORMALIZED, more=""),

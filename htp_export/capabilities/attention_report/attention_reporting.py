@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from htp_export.attention.decomposing import attention_as_in, decomposed_attention
+from htp_export.costs.memory import FusedCost, cost_of_fusing, fusible_traffic
 from htp_export.errors import InputError
 from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.capture.torch_internals import scopes_of
 from htp_export.exporter.exporting import export
 from htp_export.model.tagged import TaggedModel, load
 from htp_export.process.argument_types import checks_arguments
-from htp_export.reporting.columns import Column
+from htp_export.reporting.columns import Column, percent
 from htp_export.reporting.result import Result, Table
 
 if TYPE_CHECKING:
     import torch
-
-    from htp_export.costs.memory import FusedCost
 
 _ATTENTION = "attention"
 _MODEL = "model"
@@ -45,6 +44,28 @@ class AttentionRow:
 
 
 @dataclass(frozen=True)
+class Exposed:
+    """The operations of a model, with attention as one operation in each module, or in steps.
+
+    Attributes:
+        operations: Number of operations of the model in its FX graph.
+        attention_operations: The number of these in modules with attention.
+        traffic_bytes: Bytes that the ONNX nodes read and write.
+        fusible_bytes: Bytes of these that fusing pointwise operators saves, of what is seen.
+    """
+
+    operations: int
+    attention_operations: int
+    traffic_bytes: int
+    fusible_bytes: int
+
+    @property
+    def memory_reduction(self) -> float:
+        """The share of the traffic that fusing pointwise operators saves."""
+        return self.fusible_bytes / self.traffic_bytes if self.traffic_bytes else 0.0
+
+
+@dataclass(frozen=True)
 class AttentionReport(Result):
     """The result of `attention_report`.
 
@@ -54,11 +75,30 @@ class AttentionReport(Result):
             attention.
         after: The same inside `decomposed_attention`; also for the name of each step, or of another
             child of a module with attention, all modules of this name.
+        opaque: The unchanged model, if each call of a module with attention were one operation, as
+            ``torch.fx.symbolic_trace`` has it with these modules as leaves.
+        exposed: The model inside `decomposed_attention`.
     """
 
     modules: tuple[str, ...]
     before: Mapping[str, AttentionRow]
     after: Mapping[str, AttentionRow]
+    opaque: Exposed
+    exposed: Exposed
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The numbers if attention were one operation, and in steps, in one line."""
+        opaque, exposed = self.opaque, self.exposed
+        return (
+            "with attention as one operation in each module: "
+            f"operations from {opaque.operations} to {exposed.operations} "
+            f"(x {exposed.operations / opaque.operations:.2f}), "
+            f"in attention from {opaque.attention_operations} to {exposed.attention_operations} "
+            f"(x {exposed.attention_operations / opaque.attention_operations:.1f}); "
+            "traffic that fusing pointwise operators saves from "
+            f"{percent(opaque.memory_reduction)} to {percent(exposed.memory_reduction)}",
+        )
 
     @property
     def summary(self) -> str:
@@ -146,9 +186,22 @@ def attention_report(
             "softmax of a product of two tensors"
         )
     after = _rows(tagged, scopes, {_ATTENTION: paths, **_children_by_name(tagged, paths)})
+    exposed = _exposed(tagged, after)
     tagged, scopes = _exported(model, args, kwargs)
     before = _rows(tagged, scopes, {_ATTENTION: paths})
-    return AttentionReport(paths, before, after)
+    return AttentionReport(paths, before, after, _opaque(tagged, before, paths), exposed)
+
+
+def _exposed(tagged: TaggedModel, rows: Mapping[str, AttentionRow]) -> Exposed:
+    operations, in_attention = rows[_MODEL].operations, rows[_ATTENTION].operations
+    return Exposed(operations, in_attention, *fusible_traffic(tagged))
+
+
+def _opaque(tagged: TaggedModel, rows: Mapping[str, AttentionRow], paths: Sequence[str]) -> Exposed:
+    """The counts of a model in which each call of some modules is one operation."""
+    calls = sum(tagged.hierarchy[path].calls for path in paths)
+    outside = rows[_MODEL].operations - rows[_ATTENTION].operations
+    return Exposed(outside + calls, calls, *fusible_traffic(tagged, paths))
 
 
 def _children_by_name(tagged: TaggedModel, paths: Sequence[str]) -> dict[str, list[str]]:
@@ -187,8 +240,6 @@ def _rows(
     groups: Mapping[str, Collection[str]],
 ) -> dict[str, AttentionRow]:
     """The rows of an export: the whole model, then groups of modules."""
-    from htp_export.costs.memory import cost_of_fusing
-
     groups = {_MODEL: ("",), **groups}
     costs = cost_of_fusing(tagged, groups)
     rows = {}

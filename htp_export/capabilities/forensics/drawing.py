@@ -22,6 +22,10 @@ def _nodes(finding: Finding) -> str:
     return ", ".join(finding.nodes[:3]) + more
 
 
+def _detail(finding: Finding) -> str:
+    return finding.detail if finding.moved is None else f"{finding.detail}; {finding.moved}"
+
+
 _FINDING: tuple[Column[Finding], ...] = (
     Column("module", "module", lambda finding: finding.module or "(root)", right=False),
     Column("kind", "what", text=title_of, right=False),
@@ -33,7 +37,7 @@ _FINDING: tuple[Column[Finding], ...] = (
         right=False,
     ),
     Column("nodes", "nodes", _nodes, right=False),
-    Column("detail", "detail", style="dim", right=False),
+    Column("detail", "detail", _detail, style="dim", right=False),
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from htp_export.format import tags
-from htp_export.reporting.columns import Column
+from htp_export.reporting.columns import Column, si
 from htp_export.reporting.result import Modules, Result, Table
 from htp_export.reporting.tag_facts import TagFacts
 
@@ -22,26 +22,18 @@ class Kind:
     why: str = ""
 
 
-_ORDER = "adds up in another order, so that results differ"
-
 KINDS: Mapping[str, Kind] = {
     "matmul_add_2d": Kind("MatMul + Add of matrices", "fuse_matmul_add"),
     "matmul_add_3d": Kind("MatMul + Add with batch", "fuse_matmul_add_3d"),
     "qkv_projections": Kind("three projections of one tensor", "merge_parallel_projections"),
     "attention": Kind("attention in single steps", "fuse_for_onnxruntime"),
     "double_scaling": Kind("queries and keys scaled apart", "cleanup_attention"),
-    "layer_norm": Kind(
-        "LayerNorm in single steps",
-        None,
-        f"LayerNormalization {_ORDER}; "
-        "export at opset 17 or later, where PyTorch's is one operator",
-    ),
-    "rms_norm": Kind("RMSNorm in single steps", "fuse_for_onnxruntime"),
-    "gelu_erf": Kind("GELU in single steps", "fuse_for_onnxruntime"),
-    "gelu_tanh": Kind("GELU by tanh in single steps", "fuse_for_onnxruntime"),
-    "softmax": Kind(
-        "softmax in single steps", None, f"Softmax {_ORDER}; write it as one operator in the model"
-    ),
+    "layer_norm": Kind("LayerNorm in single steps", "fuse_single_steps"),
+    "rms_norm": Kind("RMSNorm in single steps", "fuse_single_steps"),
+    "gelu_erf": Kind("GELU in single steps", "fuse_single_steps"),
+    "gelu_tanh": Kind("GELU by tanh in single steps", "fuse_single_steps"),
+    "softmax": Kind("softmax in single steps", "fuse_single_steps"),
+    "log_softmax": Kind("log-softmax in single steps", "fuse_single_steps"),
     "conv_batchnorm": Kind("Conv + BatchNormalization", "fuse_conv_batchnorm"),
     "conv_relu": Kind("Conv + Relu", "fuse_conv_relu"),
     "identity": Kind("Identity", "eliminate_identity_ops"),
@@ -62,6 +54,9 @@ KINDS: Mapping[str, Kind] = {
 """Kinds of findings, in the order of tables. A change by any other pass has the name of that pass
 as its kind."""
 
+SINGLE_STEPS = ("layer_norm", "rms_norm", "gelu_erf", "gelu_tanh", "softmax", "log_softmax")
+"""Kinds of operators in single steps, whose findings have the bytes that they move."""
+
 
 def title_of(kind: str) -> str:
     """The title of a kind of finding, for readers.
@@ -71,6 +66,34 @@ def title_of(kind: str) -> str:
         ('Reshape after Reshape', 'eliminate expands')
     """
     return KINDS[kind].title if kind in KINDS else kind.replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that nodes read and write, as `cost` counts them with open sizes of 1.
+
+    Attributes:
+        read: Bytes that the nodes read.
+        written: Bytes that the nodes write.
+        read_after: Bytes that the new nodes read.
+        written_after: Bytes that the new nodes write.
+    """
+
+    read: int
+    written: int
+    read_after: int
+    written_after: int
+
+    def __str__(self) -> str:
+        """All four numbers.
+
+        Examples:
+            >>> print(Moved(5_120, 3_100, 1_000, 1_000))
+            reads 5.120 kB → 1.000 kB, writes 3.100 kB → 1.000 kB
+        """
+        numbers = (self.read, self.read_after, self.written, self.written_after)
+        read, read_after, written, written_after = (si(each, "B") for each in numbers)
+        return f"reads {read} → {read_after}, writes {written} → {written_after}"
 
 
 @dataclass(frozen=True)
@@ -88,6 +111,8 @@ class Finding:
         tensors: The constants of the finding.
         level: The level of `htp_export.optimize` from which on the pass may run; None if there is
             none.
+        moved: Bytes that its nodes read and write, and those of the operator that replaces them;
+            None for other findings than operators in single steps, or if a size is unknown.
     """
 
     kind: str
@@ -98,6 +123,7 @@ class Finding:
     detail: str = ""
     tensors: tuple[str, ...] = ()
     level: str | None = None
+    moved: Moved | None = None
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from htp_export.capabilities.forensics.finding import KINDS, Finding, Forensics
+from htp_export.capabilities.forensics.finding import KINDS, SINGLE_STEPS, Finding, Forensics, Moved
 from htp_export.capabilities.forensics.patterns import large_duplicates, unchanged
+from htp_export.costs.execution import RunStep, run_by_shapes
+from htp_export.costs.memory import reads, writes
 from htp_export.editing.editing import bytes_of
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError
@@ -126,8 +128,11 @@ class _Investigation:
         self._constants = {value.name or "" for value in stored}
         self._unread = [value for value in graph.initializers.values() if not value.uses()]
         self._found: list[tuple[int, Finding]] = []  # with the place of the first node
-        self._known: set[frozenset[str]] = set()
+        # names of nodes → the kinds of their findings
+        self._known: dict[frozenset[str], frozenset[str]] = {}
         self.failed: dict[str, str] = {}
+        # index of a finding in `_found` → the original nodes and the new ones
+        self._single_steps: dict[int, tuple[Sequence[ir.Node], Sequence[ir.Node]]] = {}
 
     @property
     def findings(self) -> list[Finding]:
@@ -175,12 +180,14 @@ class _Investigation:
 
         while True:
             copy = source.again()
-            known, unread, found = set(self._known), self._unread, len(self._found)
+            known, unread, found = dict(self._known), self._unread, len(self._found)
+            self._single_steps = {}
             watch = functools.partial(self._watch, copy, level)
             usable = [info for info in passes if info.name not in self.failed]
             pipeline = Pipeline(usable, watch=watch)
             try:
                 copy.tagged = pipeline.run(copy.tagged)
+                self._add_moved(copy.tagged)
                 return copy
             except HtpExportError as error:
                 # a pass of another package, or weights that cannot be read
@@ -210,12 +217,31 @@ class _Investigation:
             if set(rewrite.removed).isdisjoint(copy.written) or rewrite.operators == {"Constant"}:
                 continue
             kind = self._kind_of(pass_name, rewrite)
-            # a pass of a lower level changed these nodes already
-            if kind == pass_name and frozenset(map(name_of_node, origins)) in self._known:
+            # another pass changed these nodes already
+            kinds = self._known.get(frozenset(map(name_of_node, origins)), frozenset())
+            if kind in kinds or (kind == pass_name and kinds):
                 continue
             weights = rewrite.inputs[:1] if kind == "identity_weight" else []
+            if kind in SINGLE_STEPS:
+                self._single_steps[len(self._found)] = (origins, rewrite.added)
             names_of_weights = [value.name or "" for value in weights if value is not None]
             add(kind, origins, detail=_detail(rewrite), tensors=names_of_weights)
+
+    def _add_moved(self, tagged: TaggedModel) -> None:
+        """Add the bytes that operators in single steps move, in the original model and now."""
+        if not self._single_steps:
+            return
+        after = _steps_of(tagged)
+        for index, (nodes, new_nodes) in self._single_steps.items():
+            old_steps = [self._original_steps.get(node) for node in nodes]
+            new_steps = [after.get(node) for node in new_nodes]
+            moved = _moved(old_steps, new_steps)
+            place, finding = self._found[index]
+            self._found[index] = (place, replace(finding, moved=moved))
+
+    @functools.cached_property
+    def _original_steps(self) -> dict[ir.Node, RunStep]:
+        return _steps_of(self._tagged)
 
     def _add_merged_constants(
         self, copy: _Copy, difference: PassDifference, add: Callable[..., None]
@@ -271,7 +297,8 @@ class _Investigation:
         module, names = self._facts.module_of(nodes), tuple(map(name_of_node, nodes))
         finding = Finding(kind, module, names, fixed_by, why, detail, tuple(tensors), level)
         self._found.append((self._places[nodes[0]] if nodes else 0, finding))
-        self._known.add(frozenset(names))
+        known = self._known.get(frozenset(names), frozenset())
+        self._known[frozenset(names)] = known | {kind}
 
     def _why(self, kind: str, level: Level) -> str:
         """Why nodes of a kind stay after the passes of a level, if no pass stated a reason."""
@@ -293,6 +320,32 @@ class _Investigation:
         return noted or next(
             (kind for kind, known in KINDS.items() if known.fixed_by == name), name
         )
+
+
+def _steps_of(tagged: TaggedModel) -> dict[ir.Node, RunStep]:
+    """The nodes of one run; none if the shapes of the model contradict each other."""
+    try:
+        run = run_by_shapes(tagged)
+    except HtpExportError:
+        return {}
+    return {step.node: step for step in run.steps}
+
+
+def _moved(old: Sequence[RunStep | None], new: Sequence[RunStep | None]) -> Moved | None:
+    """The bytes that nodes move before and after; None if a node or a shape is unknown."""
+    for step in (*old, *new):
+        if step is None or any(tensor.shape is None for tensor in step.outputs):
+            return None
+    numbers = []
+    for steps in (old, new):
+        for bytes_by_tensor in (reads, writes):
+            moved = 0
+            for step in steps:
+                if step is not None:
+                    moved += sum(bytes_by_tensor(step).values())
+            numbers.append(moved)
+    read, written, read_after, written_after = numbers
+    return Moved(read, written, read_after, written_after)
 
 
 def _detail(rewrite: Rewrite) -> str:

@@ -1,14 +1,13 @@
-"""Patterns that no pass changes in every form, as onnxscript patterns; and large equal weights."""
+"""Patterns that no pass changes in every form; and large equal weights."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +15,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.hashes import array_hash
-from htp_export.model.neighbours import connected, only_consumer, producer_of
+from htp_export.model.neighbours import connected, producer_of
 from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
 
@@ -36,9 +35,6 @@ _SAMPLE = 1024
 
 _Found: TypeAlias = tuple[str, tuple[ir.Node, ...], str, str]
 """The fields of a `Declined`."""
-_Op: TypeAlias = Any
-_Value: TypeAlias = Any  # the parts of onnxscript's patterns have no type hints
-_Pattern: TypeAlias = Callable[[_Op, _Value], _Value]
 
 
 def unchanged(facts: GraphFacts) -> Iterator[Declined]:
@@ -55,118 +51,14 @@ def _attentions(facts: GraphFacts) -> Iterator[_Found]:
         yield "attention", steps.nodes, "written with Einsum" if einsum else "", ""
 
 
-def _either(operator: Callable[[_Value, _Value], _Value], one: _Value, other: _Value) -> _Value:
-    """An operator of two values in either order."""
-    from onnxscript.rewriter.pattern import OrValue
-
-    return OrValue([operator(one, other), operator(other, one)])
-
-
-def _centred(op: _Op, x: _Value) -> _Value:
-    return op.Sub(x, op.ReduceMean(x, _allow_other_inputs=True))
-
-
-def _mean_square(op: _Op, x: _Value) -> _Value:
-    from onnxscript.rewriter.pattern import OrValue, Var
-
-    mean = op.ReduceMean(OrValue([op.Pow(x, 2), op.Mul(x, x)]), _allow_other_inputs=True)
-    return OrValue([_either(op.Add, mean, Var("epsilon")), mean])
-
-
-def _inverse(op: _Op, x: _Value) -> _Value:
-    """``1 / sqrt(mean(x²) + epsilon)``."""
-    from onnxscript.rewriter.pattern import OrValue
-
-    square = _mean_square(op, x)
-    root = op.Sqrt(square)
-    return OrValue([op.Reciprocal(root), op.Div(1, root), op.Pow(square, -0.5)])
-
-
-def _norms(centre: Callable[[_Op, _Value], _Value]) -> Iterator[_Pattern]:
-    """``x / sqrt(mean(x²) + epsilon)``, in each form.
-
-    It is LayerNorm if ``centre`` subtracts the mean from ``x``.
-    """
-    yield lambda op, x: op.Div(centred := centre(op, x), op.Sqrt(_mean_square(op, centred)))
-    yield lambda op, x: op.Mul(centred := centre(op, x), _inverse(op, centred))
-    yield lambda op, x: op.Mul(_inverse(op, centred := centre(op, x)), centred)
-
-
-def _gelus(inner: Callable[[_Op, _Value], _Value]) -> Iterator[_Pattern]:
-    """``0.5 x (1 + inner(x))``, its factors in any order."""
-    from onnxscript.rewriter.pattern import OrValue
-
-    def half(op: _Op, value: _Value) -> _Value:
-        return OrValue([_either(op.Mul, value, 0.5), op.Div(value, 2)])
-
-    def factors(op: _Op, x: _Value) -> Sequence[tuple[_Value, _Value]]:
-        sum_ = _either(op.Add, inner(op, x), 1)
-        return (half(op, x), sum_), (x, half(op, sum_)), (_either(op.Mul, x, sum_), 0.5)
-
-    for form, order in itertools.product(range(3), (1, -1)):
-        yield functools.partial(
-            lambda form, order, op, x: op.Mul(*factors(op, x)[form][::order]), form, order
-        )
-    yield lambda op, x: op.Div(factors(op, x)[2][0], 2)
-
-
-def _erf(op: _Op, x: _Value) -> _Value:
-    from onnxscript.rewriter.pattern import OrValue
-
-    return op.Erf(OrValue([op.Div(x, math.sqrt(2)), _either(op.Mul, x, math.sqrt(0.5))]))
-
-
-def _tanh(op: _Op, x: _Value) -> _Value:
-    from onnxscript.rewriter.pattern import OrValue
-
-    square = OrValue([op.Mul(x, x), op.Pow(x, 2)])
-    cube = _either(op.Mul, OrValue([op.Pow(x, 3), _either(op.Mul, x, square)]), 0.044715)
-    return op.Tanh(_either(op.Mul, _either(op.Add, x, cube), math.sqrt(2 / math.pi)))
-
-
-def _softmaxes() -> Iterator[_Pattern]:
-    """``exp(x) / sum(exp(x))``, with or without the largest element subtracted first."""
-    yield lambda op, x: op.Div(
-        e := op.Exp(_less_largest(op, x)), op.ReduceSum(e, _allow_other_inputs=True)
-    )
-    yield lambda op, x: op.Div(e := op.Exp(x), op.ReduceSum(e, _allow_other_inputs=True))
-
-
-def _less_largest(op: _Op, x: _Value) -> _Value:
-    return op.Sub(x, op.ReduceMax(x, _allow_other_inputs=True))
-
-
-_PATTERNS: Mapping[str, Callable[[], Iterator[_Pattern]]] = {
-    "layer_norm": lambda: _norms(_centred),
-    "rms_norm": lambda: _norms(lambda _, x: x),
-    "gelu_erf": lambda: _gelus(_erf),
-    "gelu_tanh": lambda: _gelus(_tanh),
-    "softmax": _softmaxes,
-}
-"""Kind → its forms; the first kind that matches a node counts."""
-
-
 def _single_steps(facts: GraphFacts) -> Iterator[_Found]:
     """Operators that are written in single steps, with the weights of a normalization."""
-    from onnxscript.rewriter.pattern import Pattern
+    from htp_export.capabilities.optimize.single_steps import VISITED, steps_at
 
-    patterns = [(kind, Pattern(form)) for kind, forms in _PATTERNS.items() for form in forms()]
-    model = facts.tagged.model
-    for node in facts.nodes_of("Div", "Mul"):
-        for kind, pattern in patterns:
-            match = pattern.match(model, model.graph, node, check_nodes_are_removable=False)
-            if match:
-                steps = [*match.nodes, *(_affine(facts, node) if kind.endswith("norm") else ())]
-                yield kind, tuple(dict.fromkeys(steps)), "", f"{len(steps)} steps"
-                break
-
-
-def _affine(facts: GraphFacts, node: ir.Node) -> Iterator[ir.Node]:
-    """The ``Mul`` and ``Add`` of weights after a node."""
-    for op in ("Mul", "Add"):
-        reader = only_consumer(node.outputs[0], op)
-        if reader is not None and facts.with_constant(reader) is not None:
-            yield (node := reader)
+    for node in facts.nodes_of(*VISITED):
+        steps = steps_at(node, facts.tagged.inferred)
+        if steps is not None:
+            yield steps.kind, steps.nodes, steps.why, f"{len(steps.nodes)} steps"
 
 
 def _casts(facts: GraphFacts) -> Iterator[_Found]:

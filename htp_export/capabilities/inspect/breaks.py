@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 from onnx_ir.tensor_adapters import TorchTensor
 
-from htp_export.capabilities.inspect.inspected import Inspected, Stop
+from htp_export.capabilities.inspect.inspected import GraphPart, Inspected, Stop
 from htp_export.capabilities.inspect.runs import (
     ModuleRun,
     edit_by_scopes,
@@ -255,6 +256,7 @@ class _Graphs:
             "dynamo",
             breaks=tuple(breaks.values()),
             graphs=graphs,
+            parts=_shares(parts, distinct),
             notes=(note, *self._notes),
         )
 
@@ -321,6 +323,19 @@ class _Graphs:
             for name, value in zip(part.lowered.outputs, part.run.outputs, strict=False):
                 if name:
                     results.setdefault(id(value), (place, name))
+
+
+def _shares(parts: Sequence[_Part], pieces: Mapping[Hashable, Piece]) -> tuple[GraphPart, ...]:
+    """Nodes and runs of each graph, the one with the most nodes in all its runs first."""
+    runs = Counter((id(part.run.graph), part.run.path) for part in parts)
+    total = sum(part.nodes for part in parts)
+    shares: dict[Hashable, GraphPart] = {}
+    for part in parts:
+        key = (id(part.run.graph), part.run.path)
+        share = part.nodes * runs[key] / total
+        found = GraphPart(pieces[key].name, part.run.path, part.nodes, runs[key], share)
+        shares.setdefault(key, found)
+    return tuple(sorted(shares.values(), key=lambda part: (-part.share, part.name)))
 
 
 def _rank(piece: Piece) -> int:

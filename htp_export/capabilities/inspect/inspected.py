@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import onnx_ir as ir
 
 from htp_export.model.tagged import HoldsModel
+from htp_export.reporting.columns import many, percent
 from htp_export.reporting.result import PlainData
 
 Way: TypeAlias = Literal["onnx", "torch.export", "torch.fx", "dynamo", "parts"]
@@ -40,6 +41,29 @@ class Stop(PlainData):
 
 
 @dataclass(frozen=True)
+class GraphPart(PlainData):
+    """One of Dynamo's graphs.
+
+    Attributes:
+        name: Its key in `Inspected.graphs`.
+        module: Path of the module whose ``forward`` the graph is a part of.
+        nodes: Number of its nodes.
+        runs: How often it runs.
+        share: The share of its runs in all nodes of the model.
+    """
+
+    name: str
+    module: str
+    nodes: int
+    runs: int
+    share: float
+
+    def __str__(self) -> str:
+        runs = f", {self.runs} runs" if self.runs > 1 else ""
+        return f"{self.name} of {self.module or '(the root)'}: {many(self.nodes, 'node')}{runs}"
+
+
+@dataclass(frozen=True)
 class Inspected(HoldsModel):
     """The result of `inspect`: a graph with its module tree, for `cost`, `view`, and ``tagged``.
 
@@ -54,17 +78,20 @@ class Inspected(HoldsModel):
         graphs: Name of each of Dynamo's graphs → the graph by itself, the largest first
             (``dynamo``). The names of its nodes in ``model`` begin with its name. A graph that runs
             several times in one module occurs once.
+        parts: The number of nodes and runs of each of these graphs, the dominant one first: the one
+            whose runs have the most nodes (``dynamo``).
         failures: Module path → error, for modules that could not be exported (``parts``).
         notes: Further information, as sentences.
     """
 
-    optional = ("failures",)
+    optional = ("failures", "parts")
 
     model: ir.Model = field(repr=False)
     way: Way
     stopped: tuple[Stop, ...] = ()
     breaks: tuple[Stop, ...] = ()
     graphs: Mapping[str, ir.Model] = field(default_factory=dict, repr=False)
+    parts: tuple[GraphPart, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=(), repr=False)
 
@@ -78,14 +105,22 @@ class Inspected(HoldsModel):
     @property
     def summary(self) -> str:
         """The way, in one line."""
-        return f"graph by {_WORDS[self.way]}"
+        way = f"graph by {_WORDS[self.way]}"
+        if len(self.parts) < 2:
+            return way
+        first = self.parts[0]
+        return f"{way}; {len(self.parts)} graphs, {first.name} with {percent(first.share)} of the nodes"
 
     @property
     def lines(self) -> tuple[str, ...]:
         """Errors of better ways, notes, and modules that could not be exported."""
         failed = (f"{path or '(root)'}: {why}" for path, why in self.failures.items())
-        return (*map(str, self.stopped), *self.notes, *map(str, self.breaks), *failed)
+        parts = map(str, self.parts[:_LISTED] if len(self.parts) > 1 else ())
+        return (*map(str, self.stopped), *self.notes, *parts, *map(str, self.breaks), *failed)
 
+
+_LISTED = 20
+"""Graphs that are listed as text; `Inspected.parts` has all."""
 
 _WORDS: Mapping[Way, str] = {
     "onnx": "ONNX export",

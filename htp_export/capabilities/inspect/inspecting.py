@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect as python_inspect
 import io
 import logging
 import warnings
@@ -48,6 +50,8 @@ def inspect(
     args: Any = (),
     *,
     kwargs: Mapping[str, Any] | None = None,
+    way: Way | None = None,
+    concrete_args: Mapping[str, Any] | None = None,
 ) -> Inspected:
     """Trace a PyTorch model into a graph with its modules, even if it does not export to ONNX.
 
@@ -62,13 +66,17 @@ def inspect(
         model: The model; its state is restored.
         args: Its positional arguments, or the only one.
         kwargs: Its keyword arguments.
+        way: The only way to try; None for all.
+        concrete_args: For the way ``torch.fx``: parameter of ``forward`` → the value that
+            conditions on it have, as in ``torch.fx.Tracer.trace``. The call must have equal values.
 
     Returns:
         The graph. ``cost``, ``view``, ``load`` and other functions that write no model accept it.
         It cannot be saved unless it is from the export to ONNX.
 
     Raises:
-        InputError: Every way failed; the message has the reasons.
+        InputError: Every way failed, and the message has the reasons; there is no such way, or no
+            such parameter of ``forward``.
 
     Examples:
         >>> import torch
@@ -86,23 +94,54 @@ def inspect(
     """
     positional = tuple(args) if isinstance(args, tuple | list) else (args,)
     named = dict(kwargs or {})
+    if way is not None and way not in _WAYS:
+        raise InputError(f"way {way!r} is none of {', '.join(_WAYS)}")
+    concrete = _checked_concrete_args(model, way, concrete_args)
+    ways: dict[Way, Callable[..., Inspected]] = {
+        **_WAYS,
+        "torch.fx": functools.partial(_by_symbolic_tracing, concrete_args=concrete),
+    }
+    if way is not None:
+        ways = {way: ways[way]}
     path_by_id = ModuleNames(model).by_id
     stopped: list[Stop] = []
     with dynamo_as_it_was(), translations_read_once():
-        for way, trace in _WAYS.items():
+        for tried, trace in ways.items():
             try:
                 inspected = _quietly(trace, model, positional, named, stopped)
             except Exception as error:  # any error of torch on a model that it cannot trace
                 place = place_of_failure(error, path_by_id)
-                stopped.append(Stop(way, reason_of(error), *place))
+                stopped.append(Stop(tried, reason_of(error), *place))
                 _log.debug("%s", stopped[-1], exc_info=error)
                 continue
-            if way != "onnx":
+            if tried != "onnx":
                 for graph in (inspected.model, *inspected.graphs.values()):
-                    graph.metadata_props[tags.WAY] = way  # functions that write models refuse it
+                    graph.metadata_props[tags.WAY] = tried  # functions that write models refuse it
             return replace(inspected, stopped=tuple(stopped))
-    reasons = [str(stop) for stop in stopped if stop.way != "parts"]
+    reasons = [str(stop) for stop in stopped if stop.way != "parts" or way == "parts"]
     raise InputError("\n".join(["this model has no graph", *reasons]))
+
+
+def _checked_concrete_args(
+    model: torch.nn.Module, way: Way | None, concrete_args: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """The concrete arguments.
+
+    Raises:
+        InputError: ``forward`` has no parameter of a name, or the way does not use them.
+    """
+    if concrete_args is None:
+        return None
+    if way not in (None, "torch.fx"):
+        raise InputError(f"concrete_args are for the way torch.fx, and the way is {way}")
+    parameters = python_inspect.signature(model.forward).parameters
+    unknown = [name for name in concrete_args if name not in parameters]
+    if unknown:
+        raise InputError(
+            f"concrete_args: forward of {type(model).__name__} has no parameter {unknown[0]!r}; it has "
+            f"{', '.join(parameters)}"
+        )
+    return dict(concrete_args)
 
 
 def _quietly(trace: Callable[..., Inspected], *args: Any) -> Inspected:
@@ -140,6 +179,9 @@ def _by_symbolic_tracing(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    _stopped: Sequence[Stop],
+    *,
+    concrete_args: dict[str, Any] | None = None,
 ) -> Inspected:
     """Trace a model symbolically, remove dead code, and lower the rest to torch's operators.
 
@@ -151,13 +193,22 @@ def _by_symbolic_tracing(
 
     names = ModuleNames(model)
     with unchanged(model, (args, kwargs), traced=True):
-        traced = torch.fx.GraphModule(model, torch.fx.Tracer().trace(model))
+        traced = torch.fx.GraphModule(model, torch.fx.Tracer().trace(model, concrete_args))
         traced.graph.eliminate_dead_code()
         traced.recompile()
+    traced_args, traced_kwargs = args, kwargs
+    if concrete_args:
+        # torch.fx gives these parameters other names, so that all arguments are positional
+        bound = python_inspect.signature(model.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        traced_args, traced_kwargs = tuple(bound.arguments.values()), {}
     results = []
-    for module in (model, traced):
+    for module, given, named in (
+        (model, args, kwargs),
+        (traced, traced_args, traced_kwargs),
+    ):
         with unchanged(model, (args, kwargs)), torch.no_grad():
-            results.append([tensor.clone() for tensor in tensors_in(module(*args, **kwargs))])
+            results.append([tensor.clone() for tensor in tensors_in(module(*given, **named))])
     try:
         torch.testing.assert_close(
             *results, rtol=1e-5, atol=1e-8, equal_nan=True, check_stride=False
@@ -166,7 +217,7 @@ def _by_symbolic_tracing(
         raise RuntimeError(
             "the model that torch.fx traced gives another result than the model"
         ) from None
-    lowered = lowered_graph(traced, args, kwargs)
+    lowered = lowered_graph(traced, traced_args, traced_kwargs)
     graph = lowered.model.graph
 
     def path_of(node: ir.Node) -> str:
@@ -200,7 +251,9 @@ def _by_parts(
     tree = Hierarchy.from_module(model)
     fates = {path: Fate.of_calls(run.counts.get(path, 0)) for path in tree}
     tree = tree.with_results(calls=run.counts, fates=fates)
-    failures = {"": stopped[0].reason if run.error is None else reason_of(run.error)}
+    failures = {"": stopped[0].reason if stopped else "it was not tried"}
+    if run.error is not None:
+        failures = {"": reason_of(run.error)}
     exported: dict[str, ir.Model] = {}
 
     def called_in(path: str) -> Iterator[str]:
@@ -245,7 +298,7 @@ _WAYS: dict[Way, Callable[..., Inspected]] = {
     "torch.export": lambda model, args, kwargs, _: Inspected(
         _program(model, args, kwargs), "torch.export"
     ),
-    "torch.fx": lambda model, args, kwargs, _: _by_symbolic_tracing(model, args, kwargs),
+    "torch.fx": _by_symbolic_tracing,
     "dynamo": lambda model, args, kwargs, _: graphs_with_breaks(model, args, kwargs),
     "parts": lambda model, args, kwargs, stopped: _by_parts(model, args, kwargs, stopped),
 }

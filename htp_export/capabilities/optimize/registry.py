@@ -43,6 +43,9 @@ DEFAULT = (
     "merge_slices",
     "eliminate_whole_gathers",
     "eliminate_expands",
+    # before factors are merged: 0.5 of a GELU belongs to it
+    "fuse_single_steps",
+    "fuse_single_steps_for_onnxruntime",
     "cleanup_attention",
     "simplify_arithmetic",
     "merge_constant_sums",

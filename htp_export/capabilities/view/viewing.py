@@ -358,7 +358,7 @@ def _with_way(shown: ShownGraph, inspected: Inspected) -> ShownGraph:
     }
     inventory = replace(inventory, modules=modules, notes=(*inventory.notes, *inspected.notes))
     notes = []
-    if inspected.stopped:
+    if inspected.way != "onnx":
         notes.append(f"The {inspected.summary}.")
         notes += [f"{stop}." for stop in (*inspected.stopped, *inspected.breaks)]
     if shown.note:
