@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
+import onnx_ir as ir
+
 from htp_export.costs.execution import Body, Run, RunStep, run_by_shapes, walk
 from htp_export.costs.memory import Timeline, traffic
 from htp_export.costs.result import Cost, ModuleCost, NodeCost, Peak
@@ -90,6 +92,23 @@ def cost(
 def _nodes(run: Run, formulas: Formulas) -> list[NodeCost]:
     works = {id(step): work_of(step, formulas) for step, _ in walk(run.steps)}
     return [_node_cost(step, works[id(step)], times) for step, times in _counted(run.steps, works)]
+
+
+def node_flops(tagged: TaggedModel) -> dict[ir.Node, int]:
+    """Node of the main graph → its FLOPs as in `cost`, with those of its subgraphs.
+
+    Nodes without FLOPs are left out, and open dimensions are 1.
+    """
+    run = run_by_shapes(tagged)
+    formulas = all_formulas()
+    works = {id(step): work_of(step, formulas) for step, _ in walk(run.steps)}
+    flops: Counter[ir.Node] = Counter()
+    for step, times in _counted(run.steps, works):
+        work = works[id(step)]
+        if work is not None and work.macs:
+            *_, holder = tagged.index.scopes(step.node)
+            flops[holder] += 2 * work.macs * times
+    return dict(flops)
 
 
 def _node_cost(step: RunStep, work: Work | None, times: int) -> NodeCost:
