@@ -163,3 +163,12 @@ class Architectures(Front[Candidate]):
             Column("counted", "choices", right=False),
         ]
         return columns, self.pareto
+
+
+def are_architectures(data: object) -> bool:
+    """Whether plain data, of any source, is that of ``Architectures.to_dict`` or ``front.json``."""
+    if not isinstance(data, Mapping) or not {"objectives", "pareto", "space"} <= data.keys():
+        return False
+    points = data["pareto"]
+    is_list = isinstance(points, list) and isinstance(data["objectives"], list)
+    return is_list and all(isinstance(point, Mapping) and "choice" in point for point in points)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,17 @@ class ArchitectureSpace:
     def size(self) -> int:
         """The number of combinations."""
         return math.prod(map(len, self.choices.values()))
+
+    def different(self, count: int, seed: int) -> list[dict[str, str]]:
+        """Different combinations, chosen at random: the texts of their choices."""
+        combinations: list[dict[str, str]] = []
+        for number in random.Random(seed).sample(range(self.size), count):
+            texts: dict[str, str] = {}
+            for name, names in self.texts.items():
+                number, place = divmod(number, len(names))
+                texts[name] = names[place]
+            combinations.append(texts)
+        return combinations
 
     def choice(self, texts: Mapping[str, str]) -> Choice:
         """The choices that have these texts."""

@@ -320,9 +320,11 @@ def search_architectures(
         facts={"build function": _facts(build, metric, settings, dynamo), "objectives": [*wanted]},
     )
     work.finished = shared.runs
-    # A sampler would choose some candidates of a small space twice.
-    shared.choose_from(read.texts, "grid" if read.size <= trials else sampler, settings.seed)
+    shared.choose_from(read.texts, sampler, settings.seed)
     most = min(trials, read.size)
+    if sampler == "random" or most == read.size:
+        # The sampler itself would choose some candidates twice.
+        shared.enqueue(read.different(most, settings.seed))
 
     def result(*, stopped: bool = False) -> Architectures:
         notes = [] if stopped else shared.why_fewer(trials)

@@ -99,6 +99,10 @@ class Front(Result, Generic[M]):
     objectives: tuple[str, ...]
     trials: tuple[M, ...]
 
+    def table(self) -> Table:
+        """The trials on the front."""
+        raise NotImplementedError
+
     @property
     def pareto(self) -> tuple[M, ...]:
         """The trials that no other trial dominates, sorted by the last objective.
@@ -233,6 +237,8 @@ def search_from(data: object) -> Search | None:
         ({'fc': 'int8'}, None)
     """
     if not isinstance(data, Mapping) or not {"objectives", "trials", "pareto"} <= data.keys():
+        return None
+    if "space" in data:  # it is one of architectures
         return None
     try:
         objectives = tuple(data["objectives"])
