@@ -71,4 +71,6 @@ for trial in found.pareto[:1]:
     htp_export.pipeline(trial.steps, file, folder / "smaller.onnx")
     before, after = (htp_export.cost(name) for name in (file, folder / "smaller.onnx"))
     sizes = [each.modules[""].parameters for each in (before, after)]
-    print(f"smaller.onnx: {sizes[0]:,} → {sizes[1]:,} parameters, {trial.values['metric']:.1%} right")
+    print(
+        f"smaller.onnx: {sizes[0]:,} → {sizes[1]:,} parameters, {trial.values['metric']:.1%} right"
+    )

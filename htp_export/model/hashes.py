@@ -280,9 +280,7 @@ class Hasher:
         self._own: dict[ir.Node, str] = {}
         self._leaves: dict[ir.Value | None, str] = {None: "-"}
 
-    def part(
-        self, nodes: Sequence[ir.Node], entering: Mapping[ir.Value, str] | None = None
-    ) -> str:
+    def part(self, nodes: Sequence[ir.Node], entering: Mapping[ir.Value, str] | None = None) -> str:
         """The hash of a part of a graph; producers come before consumers.
 
         ``entering``: the texts of some values from outside. Without one, an input counts neither

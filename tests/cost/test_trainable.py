@@ -89,7 +89,7 @@ def test_an_old_file_does_not_say_so_and_nothing_is_guessed(file, tmp_path, caps
     del old.metadata_props["htp.frozen"]
     assert set(of(old).values()) == {None}
     htp_export.load(old).save(tmp_path / "old.onnx")
-    for name, shown in ((file, "34"), (tmp_path / "old.onnx", "-")):
+    for name, shown in ((file, "54"), (tmp_path / "old.onnx", "-")):
         assert main(["tree", str(name), "--columns", "parameters,trainable", "--depth", "0"]) == 0
         [row] = [line for line in capsys.readouterr().out.splitlines() if "(root)" in line]
         assert row.split()[-1] == shown

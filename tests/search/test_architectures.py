@@ -80,7 +80,8 @@ def found() -> Any:
 def test_all_candidates_of_a_small_space_are_measured_once(found):
     choices = {(trial.choice["depth"], trial.choice["mixer"]) for trial in found.trials}
     assert choices == {(1, "Linear"), (1, "Identity"), (3, "Linear"), (3, "Identity")}
-    assert len(found.trials) == 4 and not found.failures
+    assert len(found.trials) == 4
+    assert not found.failures
 
 
 def test_costs_and_metrics_are_those_of_pytorch(found):
@@ -135,7 +136,8 @@ def test_both_exporters_have_the_same_parts(monkeypatch):
         names.append(sorted(part.name for part in trial.parts))
         assert trial.flops == 2 * macs_of(trial.choice)
     assert names[0] == names[1]
-    assert len(timed) == 2 * 4 and all(timed)  # no part of them has no nodes
+    assert len(timed) == 2 * 4
+    assert all(timed)
 
 
 def test_settings_shapes_and_inputs_tell_parts_apart():
@@ -201,7 +203,7 @@ def test_a_space_that_cannot_be_read_is_an_error_before_anything_is_built(space,
 
 
 def test_names_that_build_does_not_know_are_an_error_or_a_note():
-    with pytest.raises(InputError, match="no candidate could be measured: .*unexpected keyword"):
+    with pytest.raises(InputError, match=r"no candidate could be measured: .*unexpected keyword"):
         searched(lambda choice: build(choice), {"depth": [1], "wdith": [2]})
 
     def reads_depth(choice: Mapping[str, Any]) -> Any:
@@ -254,15 +256,18 @@ def test_a_storage_keeps_measurements_and_refuses_another_search(tmp_path, monke
         lambda self, tagged, nodes, feed: timed.append(nodes) or [1.0] * len(nodes),
     )
     again = searched(build, storage=storage, trials=2)
-    assert again.trials == first.trials and not timed
+    assert again.trials == first.trials
+    assert not timed
     with pytest.raises(InputError, match="is of another search: its objectives differs"):
         searched(build, storage=storage, objectives=["size"])
 
 
 def test_the_choices_of_a_candidate_are_a_dict_that_notes_what_is_read():
     choice = Choice({"a": 1, "b": 2})
-    assert choice["a"] == 1 and choice.read == {"a"}
-    assert dict(**choice) == {"a": 1, "b": 2} and choice.read == {"a", "b"}
+    assert choice["a"] == 1
+    assert choice.read == {"a"}
+    assert dict(**choice) == {"a": 1, "b": 2}
+    assert choice.read == {"a", "b"}
     space = ArchitectureSpace({"a": [True, 2, "x", [1, 2]], "b": [None]})
     different = space.different(4, seed=1)
     assert len({texts["a"] for texts in different}) == 4
@@ -286,7 +291,8 @@ def test_the_command_takes_a_function_and_writes_the_front(tmp_path, monkeypatch
     for _ in range(2):  # the folder of an earlier search is replaced
         assert main(command.split()) == 0
     shown = capsys.readouterr().out
-    assert "parts were measured" in shown and "width=4" in shown
+    assert "parts were measured" in shown
+    assert "width=4" in shown
     front = json.loads(Path("found/front.json").read_text())
     assert {trial["choice"]["width"] for trial in front["trials"]} == {4, 8, 16}
     assert json.loads(Path("found/choice0.json").read_text()) == front["pareto"][0]["choice"]

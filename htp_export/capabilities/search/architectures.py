@@ -370,9 +370,7 @@ def _check_objectives(
     return wanted
 
 
-def _facts(
-    build: Build, metric: ModuleMetric | None, settings: RunSettings, dynamo: bool
-) -> str:
+def _facts(build: Build, metric: ModuleMetric | None, settings: RunSettings, dynamo: bool) -> str:
     """A digest of all that measurements depend on: functions by name, settings, and the machine."""
     onnxruntime = required("onnxruntime")
 

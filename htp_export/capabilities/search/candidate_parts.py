@@ -107,4 +107,3 @@ def _key(facts: GraphFacts, hasher: Hasher, nodes: Sequence[ir.Node]) -> str:
                 shape = f"{facts.dtype(value)}{facts.shape(value)}"
                 entering[value] = f"{kind} {len(entering)} {shape}"
     return hasher.part(nodes, entering)
-

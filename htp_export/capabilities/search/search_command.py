@@ -63,7 +63,7 @@ class SearchRunOptions(RunOptions):
 
 def search_command(
     runs_on: SearchRunOptions,
-    file: Annotated[Path | None, "The ONNX file; not with --entry."] = None,
+    file: Annotated[Path | None, typer.Argument(help="The ONNX file; not with --entry.")] = None,
     space: Annotated[
         Path | None,
         typer.Argument(
@@ -139,7 +139,9 @@ def search_command(
     inputs = runs_on.keywords
     model: Any = file if entry is None else named_function(entry)
     try:
-        with Steps(quiet=as_json).step(f"searching {'plans for' if file else 'by'} {file or entry}"):
+        with Steps(quiet=as_json).step(
+            f"searching {'plans for' if file else 'by'} {file or entry}"
+        ):
             result = search(
                 model,
                 names if space is None else read_plan(space),

@@ -155,9 +155,9 @@ def search(
         candidates that could not be built.
 
     Raises:
-        InputError: An argument cannot be used, no module can have a choice, no candidate can be built, modules with the same
-            channels may lose different shares of them, Optuna is not installed, or the study is one
-            of another search.
+        InputError: An argument cannot be used, no module can have a choice, no candidate can be
+            built, modules with the same channels may lose different shares of them, Optuna is not
+            installed, or the study is one of another search.
         SelectorError: A selector cannot be read or matches no module.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
