@@ -42,7 +42,7 @@ for step in range(150):
     optimizer.step()
     optimizer.zero_grad()
 
-words, labels = texts(256, seed=2)
+words, labels = texts(128, seed=2)
 file = folder / "bert.onnx"
 htp_export.export(model.eval(), (), file, kwargs={"input_ids": words}, verbose=False)
 
@@ -64,7 +64,7 @@ found = htp_export.search(
     objectives=["latency", "size", "metric"],
     data={"input_ids": words.numpy()},
     metric=accuracy,
-    trials=24,
+    trials=12,
 )
 print(found)
 for trial in found.pareto[:1]:

@@ -101,20 +101,14 @@ NETS: Mapping[str, tuple[Any, Mapping[str, list[Any]]]] = {
 """Name → build function, and space."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--net", choices=NETS, default="bert")
-    parser.add_argument("--candidates", type=int, default=30)
-    parser.add_argument("--torchscript", action="store_true")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    dynamo = not options.torchscript
-    build, space = NETS[options.net]
+def compared(net: str, candidates: int, *, dynamo: bool) -> dict[str, Any]:
+    """Search, measure the same candidates as a whole, and compare both."""
+    build, space = NETS[net]
     module, example = build({name: choices[0] for name, choices in space.items()})
     arguments: Any = {"kwargs": example} if isinstance(example, Mapping) else {"args": example}
     # The first export of a process also imports what both ways need.
     htp_export.export(module.eval(), arguments.pop("args", ()), verbose=False, **arguments)
-    settings = {"trials": options.candidates, "sampler": "random", "dynamo": dynamo}
+    settings = {"trials": candidates, "sampler": "random", "dynamo": dynamo}
     begun = time.perf_counter()
     found = htp_export.search(build, space, **settings)
     seconds = time.perf_counter() - begun
@@ -133,8 +127,8 @@ def main() -> None:
     controls = []
     for candidate, ms in zip(found.trials[:_CONTROLS], whole, strict=False):
         controls.append(abs(work.whole_ms(candidate.choice) / ms - 1))
-    result = {
-        "net": options.net,
+    return {
+        "net": net,
         "exporter": "dynamo" if dynamo else "TorchScript",
         "candidates": len(found.trials),
         "rank correlation": round(float(spearmanr(predicted, whole)[0]), 3),
@@ -147,6 +141,16 @@ def main() -> None:
         "seconds": round(seconds, 1),
         "seconds for whole candidates": round(whole_seconds, 1),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--net", choices=NETS, default="bert")
+    parser.add_argument("--candidates", type=int, default=30)
+    parser.add_argument("--torchscript", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    result = compared(options.net, options.candidates, dynamo=not options.torchscript)
     print(json.dumps(result, indent=2))
 
 
