@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from htp_export.capabilities.search.search_results import Front, value_column
@@ -56,7 +56,6 @@ class Candidate(PlainData):
         bytes: Size of its parameters and buffers.
         metric: The user's metric; None without one.
         parts: Its parts.
-        spread: Always empty: candidates are measured once.
     """
 
     number: int
@@ -67,8 +66,12 @@ class Candidate(PlainData):
     parameters: int
     bytes: int
     metric: float | None
-    parts: tuple[CandidatePart, ...] = field(repr=False)
-    spread: Mapping[str, float] = field(default_factory=dict)
+    parts: tuple[CandidatePart, ...]
+
+    @property
+    def spread(self) -> Mapping[str, float]:
+        """Empty: a candidate is measured once."""
+        return {}
 
     @property
     def name(self) -> str:

@@ -30,7 +30,7 @@ from htp_export.capabilities.search.candidate_parts import (
 )
 from htp_export.capabilities.search.part_timing import PartTimer
 from htp_export.capabilities.search.search_results import LARGER_IS_BETTER, SearchInterrupted
-from htp_export.capabilities.search.studies import SharedStudy
+from htp_export.capabilities.search.studies import KeptRuns, SharedStudy
 from htp_export.costs.costing import node_flops
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError, InputError, described
@@ -77,6 +77,10 @@ class ArchitectureWork:
         metric: The user's metric; None without one.
         settings: Example inputs for modules without, providers, runs, and the seed for `build`.
         dynamo: As for ``export``.
+        finished: The measurements of parts and candidates; None to keep them in memory.
+
+    Attributes:
+        read: The names that `build` read.
     """
 
     def __init__(
@@ -88,21 +92,20 @@ class ArchitectureWork:
         settings: RunSettings,
         *,
         dynamo: bool = True,
+        finished: KeptRuns | None = None,
     ) -> None:
+        self.read: set[str] = set()
         self._build, self._metric, self._objectives = build, metric, objectives
         self._space, self._settings, self._dynamo = space, settings, dynamo
         self._timer = PartTimer(settings)
-        self.finished: Any = None
-        """The measurements of parts, as `KeptRuns`."""
-        self.read: set[str] = set()
-        """The names that `build` read."""
+        self._finished = finished or KeptRuns()
 
     def measured(self, texts: Mapping[str, str]) -> tuple[Sequence[float], Mapping[str, Any]]:
         """The values of the objectives for a candidate, and all that is known of it."""
-        known = self.finished.get(_key_of_choice(texts))
+        known = self._finished.get(_key_of_choice(texts))
         if known is None:
             known = self._measured(self._space.choice(texts))
-            self.finished.add(_key_of_choice(texts), known)
+            self._finished.add(_key_of_choice(texts), known)
         values = _values(known)
         for name in self._objectives:
             if not math.isfinite(values[name]):
@@ -162,7 +165,7 @@ class ArchitectureWork:
         parts = parts_of(traced, modules)
         new: dict[str, Part] = {}  # of equal parts, the first
         for part in parts.values():
-            if self.finished.get(_PART + part.key) is None:
+            if self._finished.get(_PART + part.key) is None:
                 new.setdefault(part.key, part)
         if new:
             onnx = self._exported(built, folder) if self._dynamo else traced
@@ -172,8 +175,10 @@ class ArchitectureWork:
         for part in parts.values():
             # The first part with a new key is measured for this candidate, and reused by the others.
             is_new = new.get(part.key) is part
+            known = self._finished.get(_PART + part.key)
+            assert known is not None  # it was measured above
             row = {"module": part.call.path, "call": part.call.call, "key": part.key}
-            rows.append({**row, **self.finished.get(_PART + part.key), "reused": not is_new})
+            rows.append({**row, **known, "reused": not is_new})
         return rows
 
     def _traced(self, built: Built, folder: Path) -> TaggedModel:
@@ -208,7 +213,7 @@ class ArchitectureWork:
         times = self._timer.parts(graphs.onnx, nodes, _feed(graphs.onnx, built))
         for part, ms in zip(new, times, strict=True):
             work = sum(flops.get(node, 0) for node in part.nodes)
-            self.finished.add(_PART + part.key, {"latency_ms": ms, "flops": work})
+            self._finished.add(_PART + part.key, {"latency_ms": ms, "flops": work})
 
     def whole_ms(self, choice: Mapping[str, Any]) -> float:
         """Build and export a candidate, and measure it as a whole, as a part is measured."""
@@ -311,7 +316,6 @@ def search_architectures(
     """Search over architectures; the arguments are those of `search`, checked as far as it does."""
     wanted = _check_objectives(objectives, metric)
     read = ArchitectureSpace(space)
-    work = ArchitectureWork(build, read, wanted, metric, settings, dynamo=dynamo)
     shared = SharedStudy(
         storage,
         study,
@@ -319,7 +323,9 @@ def search_architectures(
         grace=grace,
         facts={"build function": _facts(build, metric, settings, dynamo), "objectives": [*wanted]},
     )
-    work.finished = shared.runs
+    work = ArchitectureWork(
+        build, read, wanted, metric, settings, dynamo=dynamo, finished=shared.runs
+    )
     shared.choose_from(read.texts, sampler, settings.seed)
     most = min(trials, read.size)
     if sampler == "random" or most == read.size:

@@ -101,7 +101,7 @@ def search(
     returns the PyTorch module of a candidate, and ``space`` has names → choices. The latency of a
     candidate is the sum of its parts, and equal parts of all candidates are measured once.
 
-    Thread-safe, also for calls on the same model.
+    Thread-safe, also for calls on the same model; not with a function, which uses PyTorch.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
