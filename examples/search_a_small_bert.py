@@ -65,6 +65,7 @@ found = htp_export.search(
     data={"input_ids": words.numpy()},
     metric=accuracy,
     trials=12,
+    runs=5,
 )
 print(found)
 best = max(trial.values["metric"] for trial in found.pareto)

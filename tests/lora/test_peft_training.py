@@ -16,6 +16,7 @@ pytest.importorskip("peft")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_snippet_of_the_page_trains_an_adapter_and_fuses_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
