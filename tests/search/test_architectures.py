@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.search.architecture_space import ArchitectureSpace, Choice
+from htp_export.capabilities.search.architecture_space import ArchitectureSpace, ChosenValues
 from htp_export.capabilities.search.candidate_parts import REST, part_modules, parts_of
 from htp_export.capabilities.search.part_timing import PartTimer
 from htp_export.command.main import main
@@ -263,7 +263,7 @@ def test_a_storage_keeps_measurements_and_refuses_another_search(tmp_path, monke
 
 
 def test_the_choices_of_a_candidate_are_a_dict_that_notes_what_is_read():
-    choice = Choice({"a": 1, "b": 2})
+    choice = ChosenValues({"a": 1, "b": 2})
     assert choice["a"] == 1
     assert choice.read == {"a"}
     assert dict(**choice) == {"a": 1, "b": 2}

@@ -15,11 +15,11 @@ ARCHITECTURE_OBJECTIVES = ("latency", "size", "parameters", "flops", "metric")
 
 @dataclass(frozen=True)
 class CandidatePart(PlainData):
-    """A part of a candidate: one call of a module, or what is computed between the modules.
+    """A part of a candidate: one call of a module, or the work between the modules.
 
     Attributes:
-        module: The path of the module; ``""`` for what is computed between the others.
-        call: The number of the call; -1 for what is computed between the others.
+        module: The path of the module; ``""`` for the work between the others.
+        call: The number of the call; -1 for the work between the others.
         key: The key of its measurement in `Architectures.measured`.
         latency_ms: Its time.
         flops: FLOPs of its products and convolutions.

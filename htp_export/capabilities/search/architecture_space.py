@@ -11,7 +11,7 @@ from typing import Any
 from htp_export.errors import InputError
 
 
-class Choice(dict[str, Any]):
+class ChosenValues(dict[str, Any]):
     """The choices of a candidate by name, which notes the names that are read."""
 
     def __init__(self, choices: Mapping[str, Any]) -> None:
@@ -92,12 +92,12 @@ class ArchitectureSpace:
             combinations.append(texts)
         return combinations
 
-    def choice(self, texts: Mapping[str, str]) -> Choice:
+    def choice(self, texts: Mapping[str, str]) -> ChosenValues:
         """The choices that have these texts."""
         chosen: dict[str, Any] = {}
         for name, text in texts.items():
             chosen[name] = self.choices[name][self.texts[name].index(text)]
-        return Choice(chosen)
+        return ChosenValues(chosen)
 
 
 def _text_of(name: object, choice: object) -> str:

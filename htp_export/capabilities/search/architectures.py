@@ -20,7 +20,7 @@ from htp_export.capabilities.search.architecture_results import (
     CandidatePart,
     FailedCandidate,
 )
-from htp_export.capabilities.search.architecture_space import ArchitectureSpace, Choice
+from htp_export.capabilities.search.architecture_space import ArchitectureSpace, ChosenValues
 from htp_export.capabilities.search.candidate_parts import (
     REST,
     Part,
@@ -112,7 +112,7 @@ class ArchitectureWork:
                 raise InputError(f"{name} is {values[name]}")
         return [values[name] for name in self._objectives], {"measured": known}
 
-    def _measured(self, choice: Choice) -> dict[str, Any]:
+    def _measured(self, choice: ChosenValues) -> dict[str, Any]:
         built = self.built(choice)
         self.read |= choice.read
         with temporary_folder() as folder:
@@ -135,7 +135,7 @@ class ArchitectureWork:
 
         with torch.random.fork_rng(devices=[]), user_code("build"):
             torch.default_generator.manual_seed(self._settings.seed)
-            returned = self._build(choice)  # type: ignore[arg-type] # `Choice` is a dict
+            returned = self._build(choice)  # type: ignore[arg-type] # `ChosenValues` is a dict
         module, inputs = returned, None
         if isinstance(returned, tuple) and len(returned) == 2:
             module, inputs = returned

@@ -14,7 +14,7 @@ from htp_export.model.hashes import Hasher
 from htp_export.model.tagged import TaggedModel
 
 REST = Instance("", -1)
-"""The part that contains all nodes outside the others: what the modules around them compute."""
+"""The part that contains all nodes outside the others: the work of the modules around them."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Part:
     Attributes:
         call: The call.
         nodes: Its nodes, in order; constants are in no part.
-        key: A hash of what they compute: of operators, settings, types and shapes of weights and
+        key: A hash of their computation: operators, settings, types and shapes of weights and
             inputs. Parts with equal keys take the same time.
     """
 

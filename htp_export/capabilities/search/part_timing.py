@@ -25,6 +25,7 @@ _LEAST_SECONDS = 0.1
 """The least time of the measurement of a part: medians of short runs need more than `runs`."""
 
 _MOST_ROUNDS = 1000
+"""Runs of a part, at most: medians of more are not steadier."""
 
 _FINEST = 1e-6
 """Seconds: a clock of processor time that is coarser does not measure short runs."""
