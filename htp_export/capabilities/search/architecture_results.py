@@ -172,6 +172,9 @@ def are_architectures(data: object) -> bool:
     """Whether plain data, of any source, is that of ``Architectures.to_dict`` or ``front.json``."""
     if not isinstance(data, Mapping) or not {"objectives", "pareto", "space"} <= data.keys():
         return False
-    points = data["pareto"]
-    is_list = isinstance(points, list) and isinstance(data["objectives"], list)
-    return is_list and all(isinstance(point, Mapping) and "choice" in point for point in points)
+    points, objectives = data["pareto"], data["objectives"]
+    if not isinstance(points, list) or not isinstance(objectives, list):
+        return False
+    if not all(isinstance(name, str) for name in objectives):
+        return False
+    return all(isinstance(point, Mapping) and "choice" in point for point in points)
