@@ -286,7 +286,8 @@ class Hasher:
         ``entering``: the texts of some values from outside. Without one, an input counts neither
         with its type and shape, nor as another one than the other inputs.
         """
-        below: dict[ir.Value | None, str] = {**(entering or {})}
+        below: dict[ir.Value | None, str] = {}
+        below.update((entering or {}).items())
         members = frozenset(nodes)
         for node in nodes:
             read = [below.get(value) or self._entering(value, members) for value in node.inputs]

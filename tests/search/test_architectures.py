@@ -291,6 +291,7 @@ def test_the_command_takes_a_function_and_writes_the_front(tmp_path, monkeypatch
     for _ in range(2):  # the folder of an earlier search is replaced
         assert main(command.split()) == 0
     shown = capsys.readouterr().out
+    assert "wrote" in shown
     assert "parts were measured" in shown
     assert "width=4" in shown
     front = json.loads(Path("found/front.json").read_text())

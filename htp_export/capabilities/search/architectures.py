@@ -117,7 +117,7 @@ class ArchitectureWork:
         self.read |= choice.read
         with temporary_folder() as folder:
             parts = self._parts(built, folder)
-        tensors = {id(tensor): tensor for tensor in built.module.parameters()}
+        tensors: dict[int, Any] = {id(tensor): tensor for tensor in built.module.parameters()}
         elements = sum(tensor.numel() for tensor in tensors.values())
         tensors |= {id(tensor): tensor for tensor in built.module.buffers()}
         return {
@@ -153,10 +153,10 @@ class ArchitectureWork:
         """The argument ``data`` as keyword arguments of the module."""
         import torch
 
-        arrays = self._settings.data
+        arrays: Any = self._settings.data
         if arrays is None:
             raise InputError("build returned no inputs: return (module, inputs), or give data")
-        return {name: torch.as_tensor(array) for name, array in dict(arrays).items()}  # type: ignore[arg-type]
+        return {name: torch.as_tensor(array) for name, array in dict(arrays).items()}
 
     def _parts(self, built: Built, folder: Path) -> list[dict[str, Any]]:
         """The parts of a candidate with their measurements; new ones are measured now."""
@@ -383,8 +383,9 @@ def _facts(build: Build, metric: ModuleMetric | None, settings: RunSettings, dyn
     names = [_name_of(function) for function in (build, metric)]
     machine = [platform.machine(), platform.processor(), platform.node(), onnxruntime.__version__]
     described_settings = [settings.seed, settings.runs, [*map(str, settings.providers)], dynamo]
-    if settings.data is not None:
-        for name, array in dict(settings.data).items():  # type: ignore[arg-type]
+    arrays: Any = settings.data
+    if arrays is not None:
+        for name, array in dict(arrays).items():
             described_settings.append([name, str(array.dtype), [*array.shape]])
     facts = repr((names, machine, described_settings))
     return hashlib.sha256(facts.encode()).hexdigest()[:32]

@@ -169,9 +169,11 @@ def search_command(
         print_json(result.to_dict())
         return
     show(render_search(result))
-    if output is None or not isinstance(result, Search):
+    if output is None:
         return
     show_written(written_folder(output))
+    if file is None or not isinstance(result, Search):
+        return
     for best in result.pareto[:1]:
         plan = output / plan_file(0, best)
         if best.prune:

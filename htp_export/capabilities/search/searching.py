@@ -64,7 +64,7 @@ def search(model: ModelSource, space: Space = ..., **settings: Any) -> Search: .
 def search(model: Build, space: Mapping[str, Sequence[Any]], **settings: Any) -> Architectures: ...
 
 
-@names_model_faults("model")
+@names_model_faults("model")  # type: ignore[misc] # overloads that repeat no keywords
 def search(
     model: ModelSource | Build,
     space: Space = ("auto", "fp32"),
