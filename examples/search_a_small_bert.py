@@ -28,7 +28,7 @@ torch.manual_seed(0)
 config = BertConfig(
     vocab_size=8,
     hidden_size=64,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     intermediate_size=256,
     max_position_embeddings=16,
@@ -36,13 +36,13 @@ config = BertConfig(
 model = BertForSequenceClassification(config)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 words, labels = texts(2048, seed=1)
-for step in range(150):
+for step in range(96):
     batch = slice(step % 32 * 64, step % 32 * 64 + 64)
     model(words[batch], labels=labels[batch]).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
-words, labels = texts(128, seed=2)
+words, labels = texts(64, seed=2)
 file = folder / "bert.onnx"
 htp_export.export(model.eval(), (), file, kwargs={"input_ids": words}, verbose=False)
 
