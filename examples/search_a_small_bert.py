@@ -25,6 +25,7 @@ def texts(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 torch.manual_seed(0)
+torch.set_num_threads(1)  # of small matrices, threads only wait for each other
 config = BertConfig(
     vocab_size=8,
     hidden_size=64,
