@@ -37,6 +37,12 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.quantize.plan_exporting import PlanFile
     from htp_export.capabilities.quantize.quantized import Check, Kept, Quantized, QuantizedModule
     from htp_export.capabilities.rename.naming import Named
+    from htp_export.capabilities.search.architecture_results import (
+        Architectures,
+        Candidate,
+        CandidatePart,
+        FailedCandidate,
+    )
     from htp_export.capabilities.search.search_results import Search, Trial
     from htp_export.capabilities.search.sensitivity_results import ModuleSensitivity, Sensitivity
     from htp_export.capabilities.tap.tapping import Tapped, TappedTensor
@@ -47,8 +53,9 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.reporting.tables import CompressedModule
 
 __all__ = [
-    "AttentionReport", "Block", "Bound", "Carried", "CarriedModule", "Change", "Check", "Comparison",
-    "CompressedModule", "Contamination", "Cost", "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint",
+    "Architectures", "AttentionReport", "Block", "Bound", "Candidate", "CandidatePart", "Carried", "CarriedModule",
+    "Change", "Check", "Comparison", "CompressedModule", "Contamination", "Cost", "Crossing", "DeviceUse",
+    "Extraction", "FailedCandidate", "Finding", "Fingerprint",
     "Forensics", "FoundNodes", "FusedLora", "Info", "Inlined", "InsertedLora", "Inspected", "Kept", "LoraAdapter",
     "LoraLayer", "Misplaced", "ModelDifference", "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult",
     "ModuleSensitivity", "Named", "Nested", "Optimized", "Partition", "PassReport", "PipelineRun", "Placed",

@@ -319,9 +319,8 @@ def _tagged_summary(model: ir.Model) -> GraphSummary:
 
 
 def _lasting(props: Mapping[str, str]) -> dict[str, str]:
-    return {
-        key: props[key] for key in (tags.PARAMETERS, tags.CALLERS, tags.PROVENANCE) if key in props
-    }
+    lasting = (tags.PARAMETERS, tags.FROZEN, tags.CALLERS, tags.PROVENANCE)
+    return {key: props[key] for key in lasting if key in props}
 
 
 def _calls(props: Mapping[str, str], hierarchy: Hierarchy) -> CallTree:

@@ -18,6 +18,7 @@ TREE_COLUMNS: tuple[Column[Any], ...] = (
     Column("nodes", "nodes", keep=4),
     Column("own_nodes", "own nodes"),
     Column("parameters", "parameters", keep=6),
+    Column("trainable", "trainable"),
     Column("flops", "FLOPs", unit="FLOP", keep=7),
     Column("time_ms", "time", unit="ms", keep=8),
     Column("own_time_ms", "own time", unit="ms", keep=2),

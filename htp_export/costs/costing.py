@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
+import onnx_ir as ir
+
 from htp_export.costs.execution import Body, Run, RunStep, run_by_shapes, walk
-from htp_export.costs.memory import Timeline, moves
+from htp_export.costs.memory import Timeline, moved_bytes
 from htp_export.costs.moved_bits import MovedBits
 from htp_export.costs.result import Cost, ModuleCost, NodeCost, Peak
 from htp_export.costs.work import NOTHING, Formulas, Work, all_formulas, work_of
@@ -106,6 +108,23 @@ def _nodes(run: Run, formulas: Formulas) -> list[NodeCost]:
     return nodes
 
 
+def node_flops(tagged: TaggedModel) -> dict[ir.Node, int]:
+    """Node of the main graph → its FLOPs as in `cost`, with those of its subgraphs.
+
+    Nodes without FLOPs are left out, and open dimensions are 1.
+    """
+    run = run_by_shapes(tagged)
+    formulas = all_formulas()
+    works = {id(step): work_of(step, formulas) for step, _ in walk(run.steps)}
+    flops: Counter[ir.Node] = Counter()
+    for step, times in _counted(run.steps, works):
+        work = works[id(step)]
+        if work is not None and work.macs:
+            *_, holder = tagged.index.scopes(step.node)
+            flops[holder] += 2 * work.macs * times
+    return dict(flops)
+
+
 def _node_cost(step: RunStep, work: Work | None, times: int, moved_bits: int) -> NodeCost:
     """The cost of ``times`` runs of a node."""
     macs, other = (0, 0) if work is None else (work.macs, work.other)
@@ -113,12 +132,7 @@ def _node_cost(step: RunStep, work: Work | None, times: int, moved_bits: int) ->
     for tensor in step.outputs:
         if tensor.viewed is None and tensor.origin == "made":
             activations += tensor.bytes
-    read, written = 0, 0
-    for _, size, is_written in moves(step):
-        if is_written:
-            written += times * size
-        else:
-            read += times * size
+    read, written = moved_bytes([step])
     return NodeCost(
         name=step.node.name or "",
         op_type=step.node.op_type,
@@ -131,9 +145,9 @@ def _node_cost(step: RunStep, work: Work | None, times: int, moved_bits: int) ->
         shapes=tuple(tensor.shape for tensor in step.outputs),
         activation_bytes=times * activations,
         moved_bits=times * moved_bits,
-        traffic_bytes=read + written,
-        read_bytes=read,
-        written_bytes=written,
+        traffic_bytes=times * (read + written),
+        read_bytes=times * read,
+        written_bytes=times * written,
         modules=step.modules if "" in step.modules else step.modules | {""},
     )
 

@@ -18,7 +18,8 @@ from htp_export.costs.execution import Body, Run, RunStep, Tensor, run_by_shapes
 from htp_export.editing.flattening import read_flat
 from htp_export.format.bounds import LARGEST
 from htp_export.model.tagged import ModelSource
-from htp_export.shapes.operator_kinds import CONTROL_FLOW, RESHAPING, SIZES_ONLY
+from htp_export.shapes.operator_kinds import CONTROL_FLOW, RESHAPING, SIZES_ONLY, is_standard
+from htp_export.shapes.operators.elementwise import ELEMENTWISE, LIKE_FIRST
 
 _Bytes: TypeAlias = npt.NDArray[Any]
 
@@ -57,6 +58,18 @@ def traffic(step: RunStep) -> Mapping[Tensor, int]:
     for tensor, size, _ in moves(step):
         moved[tensor.buffer] += size
     return moved
+
+
+def moved_bytes(steps: Iterable[RunStep]) -> tuple[int, int]:
+    """The bytes that one run of each node reads, and those that it writes, as of `moves`."""
+    read, written = 0, 0
+    for step in steps:
+        for _, size, is_written in moves(step):
+            if is_written:
+                written += size
+            else:
+                read += size
+    return read, written
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,3 +250,31 @@ def cost_of_fusing(
             fused_peak_bytes=timeline.peak(steps=steps, without=internal),
         )
     return costs
+
+
+def fusible_traffic(model: ModelSource, opaque: Collection[str] = ()) -> tuple[int, int]:
+    """The traffic of a model, and the part that fusing pointwise operators saves.
+
+    As a compiler does, an operator of the shape of its input is fused with the producer of this
+    input, if nothing else reads it: the tensor between them is neither written nor read. Open sizes
+    are 1.
+
+    Args:
+        model: The model.
+        opaque: Modules that are one operation: nothing inside of them is fused.
+    """
+    run = run_by_shapes(read_flat(model))
+    timeline = Timeline(run)
+    inside = set(opaque)
+    saved = []
+    for life in timeline.lives:
+        if life.leaves or len(life.touched) != 2:
+            continue
+        producer, reader = (run.steps[place] for place in life.touched)
+        is_pointwise = is_standard(reader.node, *LIKE_FIRST, *ELEMENTWISE)
+        has_its_shape = reader.outputs[0].elements == life.tensor.elements
+        is_seen = inside.isdisjoint(producer.modules & reader.modules)
+        if is_pointwise and has_its_shape and is_seen:
+            saved.append(life)
+    total = sum(sum(traffic(step).values()) for step in run.steps)
+    return total, timeline.traffic_of(saved)

@@ -12,7 +12,7 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.json_text import parse_json
-from htp_export.format.parameters import ModuleParameters, parameters_to_json
+from htp_export.format.parameters import ModuleParameters, frozen_to_json, parameters_to_json
 from htp_export.format.signatures import Signature, signatures_to_json
 
 _T = TypeVar("_T")
@@ -51,6 +51,10 @@ def write_model_metadata(
         metadata[tags.CONTAMINATION] = tags.json_text(contamination)
     if parameters is not None:
         metadata[tags.PARAMETERS] = parameters_to_json(parameters)
+        metadata.pop(tags.FROZEN, None)
+        frozen = frozen_to_json(parameters)
+        if frozen is not None:
+            metadata[tags.FROZEN] = frozen
 
 
 def _parsed(key: str, text: str | None, of: str, parse: Callable[[Any], _T]) -> _T:

@@ -8,7 +8,7 @@ include buffers, a BatchNorm is folded into its convolution, and equal tensors a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from htp_export.format import tags
@@ -23,21 +23,27 @@ if TYPE_CHECKING:
 class ModuleParameters:
     """The shapes of the parameters of one module, without its children.
 
-    ``tied``: name of a parameter that an earlier module has, too → its full name there.
+    ``tied``: name of a parameter that an earlier module has, too → its full name there. ``frozen``:
+    the names of those that do not train (``requires_grad``); None if that is unknown.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str] = field(default_factory=dict)
+    frozen: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A parameter of the PyTorch model; ``tied`` is its full name in an earlier module, or ``""``."""
+    """A parameter of the PyTorch model.
+
+    ``tied`` is its full name in an earlier module, or ``""``; ``trains`` is None if unknown.
+    """
 
     name: str
     module: str
     shape: tuple[int, ...]
     tied: str = ""
+    trains: bool | None = None
 
     @property
     def first(self) -> str:
@@ -57,7 +63,8 @@ def declared(parameters: Mapping[str, ModuleParameters]) -> dict[str, Declared]:
         for name, shape in module.shapes.items():
             full_name = tags.below(path, name)
             tied = module.tied.get(name, "")
-            by_name[full_name] = Declared(full_name, path, tuple(shape), tied)
+            trains = None if module.frozen is None else name not in module.frozen
+            by_name[full_name] = Declared(full_name, path, tuple(shape), tied, trains)
     return by_name
 
 
@@ -74,17 +81,56 @@ def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
     first: dict[int, str] = {}
     parameters = {}
     for path, _, module in module_paths(model):
-        shapes, tied = {}, {}
+        shapes, tied, frozen = {}, {}, set[str]()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(parameter, UninitializedParameter):
                 continue
             full = tags.below(path, name)
             shapes[name] = tuple(parameter.shape)
+            if not parameter.requires_grad:
+                frozen.add(name)
             if first.setdefault(id(parameter), full) != full:
                 tied[name] = first[id(parameter)]
         if shapes:
-            parameters[path] = ModuleParameters(shapes, tied)
+            parameters[path] = ModuleParameters(shapes, tied, frozenset(frozen))
     return parameters
+
+
+def frozen_to_json(parameters: Mapping[str, ModuleParameters]) -> str | None:
+    """Return the value of ``htp.frozen``: module path → names of parameters that do not train.
+
+    None if that is unknown.
+
+    Examples:
+        >>> frozen_to_json({"fc": ModuleParameters({"w": (3, 4)}, frozen=frozenset({"w"}))})
+        '{"fc":["w"]}'
+    """
+    entries: dict[str, list[str]] = {}
+    for path, module in parameters.items():
+        if module.frozen is None:
+            return None
+        if module.frozen:
+            entries[path] = sorted(module.frozen)
+    return tags.json_text(entries)
+
+
+def with_frozen(
+    parameters: Mapping[str, ModuleParameters], text: str | None
+) -> dict[str, ModuleParameters]:
+    """Return parameters with the value of ``htp.frozen``, None for a file without it.
+
+    A ValueError names the module at fault.
+    """
+    if text is None:
+        return dict(parameters)
+    entries = tags.json_object(tags.FROZEN, text, "modules and their frozen parameters", list)
+    for path, names in entries.items():
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{tags.FROZEN}: module {path!r} has no list of names: {names!r}")
+    return {
+        path: replace(module, frozen=frozenset(entries.get(path, ())))
+        for path, module in parameters.items()
+    }
 
 
 def parameters_to_json(parameters: Mapping[str, ModuleParameters]) -> str:

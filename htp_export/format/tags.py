@@ -72,6 +72,7 @@ MODULES = "htp.modules"
 CALLERS = "htp.callers"
 SIGNATURES = "htp.signatures"
 PARAMETERS = "htp.parameters"
+FROZEN = "htp.frozen"
 CONTAMINATION = "htp.contamination"
 FUNCTIONS = "htp.functions"
 LORA = "htp.lora"
@@ -90,6 +91,7 @@ MODEL_KEYS = (
     CALLERS,
     SIGNATURES,
     PARAMETERS,
+    FROZEN,
     CONTAMINATION,
     FUNCTIONS,
     MAP,

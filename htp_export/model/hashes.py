@@ -296,9 +296,14 @@ class Hasher:
         self._own: dict[ir.Node, str] = {}
         self._leaves: dict[ir.Value | None, str] = {None: "-"}
 
-    def part(self, nodes: Sequence[ir.Node]) -> str:
-        """The hash of a part of a graph; producers come before consumers."""
+    def part(self, nodes: Sequence[ir.Node], entering: Mapping[ir.Value, str] | None = None) -> str:
+        """The hash of a part of a graph; producers come before consumers.
+
+        ``entering``: the texts of some values from outside. Without one, an input counts neither
+        with its type and shape, nor as another one than the other inputs.
+        """
         below: dict[ir.Value | None, str] = {}
+        below.update((entering or {}).items())
         members = frozenset(nodes)
         for node in nodes:
             read = [below.get(value) or self._entering(value, members) for value in node.inputs]

@@ -43,6 +43,8 @@ class ModuleFacts(ModuleInfo):
         self_nodes: Number of nodes that it owns itself.
         parameters: Elements of the parameters at or below the module.
         self_parameters: Elements of its own parameters that no module before it has.
+        trainable: Elements of the parameters at or below the module that train: that had
+            ``requires_grad`` at the export; None if the file does not record that.
         weight_bytes: Size of the weights that its nodes read.
         weight_bits: Bits of these weights: those of their format in fixed point or microscaling,
             which can be narrower than the type in the file.
@@ -55,6 +57,7 @@ class ModuleFacts(ModuleInfo):
     self_nodes: int = 0
     parameters: int = 0
     self_parameters: int = 0
+    trainable: int | None = None
     weight_bytes: int = 0
     weight_bits: int = 0
     self_weight_bytes: int = 0
@@ -132,6 +135,7 @@ def contents_of(tagged: TaggedModel) -> Contents:
             read[path].append(value)
     declared = _declared(tagged)
     held = stored if declared is None else declared
+    trainable = _trainable(tagged, declared)
     parameters, weights, bits_by_module = _summed(held), _summed(sizes), _summed(bits).total
     modules = {}
     for path, info in tagged.hierarchy.items():
@@ -142,6 +146,7 @@ def contents_of(tagged: TaggedModel) -> Contents:
             self_nodes=len(own_nodes[path]),
             parameters=parameters.total[path][""],
             self_parameters=parameters.first[path],
+            trainable=None if trainable is None else trainable[path][""],
             weight_bytes=sum(weights.total[path].values()),
             weight_bits=bits_by_module[path][""],
             self_weight_bytes=weights.first[path],
@@ -212,6 +217,22 @@ def _declared(tagged: TaggedModel) -> list[_Held] | None:
         if tensor is not None and tensor.dtype.is_floating_point():
             shapes[parameter.first] = tuple(tensor.shape.numpy())
     return [_Held(name, math.prod(shape), tuple(holders[name])) for name, shape in shapes.items()]
+
+
+def _trainable(
+    tagged: TaggedModel, held: list[_Held] | None
+) -> defaultdict[str, Counter[str]] | None:
+    """Elements of the parameters that train, by module; None if that is unknown of one."""
+    if held is None or tagged.declared is None:
+        return None
+    training: list[_Held] = []
+    for parameter in held:
+        trains = tagged.declared[parameter.name].trains
+        if trains is None:
+            return None
+        if trains:
+            training.append(parameter)
+    return _summed(training).total
 
 
 def _readers(tagged: TaggedModel) -> dict[ir.Value, dict[str, None]]:

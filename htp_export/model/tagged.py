@@ -29,7 +29,13 @@ from htp_export.format.bounds import number_in
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import Tap, taps_from_json
-from htp_export.format.parameters import Declared, ModuleParameters, declared, parameters_from_json
+from htp_export.format.parameters import (
+    Declared,
+    ModuleParameters,
+    declared,
+    parameters_from_json,
+    with_frozen,
+)
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.format.torch_metadata import scopes_of
 from htp_export.model.graph_names import GraphNames
@@ -266,7 +272,7 @@ class TaggedModel:
         parameters = self._read(tags.PARAMETERS, parameters_from_json)
         if parameters is None or not all(path in self.hierarchy for path in parameters):
             return None
-        return parameters
+        return self._read(tags.FROZEN, lambda text: with_frozen(parameters, text)) or parameters
 
     @cached_property
     def declared(self) -> Mapping[str, Declared] | None:

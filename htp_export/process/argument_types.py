@@ -280,6 +280,7 @@ _KNOWN: dict[str, _Check] = {
     "Sequence": (_is_list, "a list or a tuple"),
     "tuple": (_has_type(tuple, list), "a tuple"),
     "Iterable": (_has_type(collections.abc.Iterable), "a list"),
+    "Callable": (callable, "a function"),
     "int": (lambda value: hasattr(value, "__index__"), "a whole number"),
 }
 """Name of a type in a signature → its check."""

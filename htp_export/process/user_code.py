@@ -12,7 +12,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
@@ -185,6 +185,22 @@ def call_factory(entry: str, seed: int = 0) -> Any:
     """
     import torch
 
+    factory = named_function(entry)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return factory()
+
+
+def named_function(entry: str) -> Callable[..., Any]:
+    """Return ``package.module:function`` without calling it. The current folder is searched first.
+
+    Calls of it are calls of user code: errors are marked, and imports inside of it search the
+    folder, too.
+
+    Raises:
+        ModelSourceError: If there is no such function.
+        UserCodeError: If its module raises an error.
+    """
     module_name, colon, attribute = entry.partition(":")
     if not (colon and module_name and attribute):
         raise ModelSourceError(entry, "an entry must be package.module:factory")
@@ -192,17 +208,24 @@ def call_factory(entry: str, seed: int = 0) -> Any:
         name = ".".join(Path(module_name).with_suffix("").parts)
         raise ModelSourceError(entry, f"an entry names a module, not its file: {name}:{attribute}")
     folder = os.fspath(Path.cwd())
+    with _searched_first(folder), user_code(entry):
+        module = _imported(module_name, entry)
+        function = getattr(module, attribute, None)
+        if not callable(function):
+            raise ModelSourceError(entry, f"module {module_name!r} has no function {attribute!r}")
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _searched_first(folder), user_code(entry):
+            return function(*args, **kwargs)
+
+    return called
+
+
+@contextlib.contextmanager
+def _searched_first(folder: str) -> Iterator[None]:
+    """Search a folder first for imports in a ``with`` block."""
     sys.path.insert(0, folder)
     try:
-        with user_code(entry):
-            module = _imported(module_name, entry)
-            factory = getattr(module, attribute, None)
-            if not callable(factory):
-                raise ModelSourceError(
-                    entry, f"module {module_name!r} has no function {attribute!r}"
-                )
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)
-                return factory()
+        yield
     finally:
         sys.path.remove(folder)

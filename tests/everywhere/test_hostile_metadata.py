@@ -61,6 +61,7 @@ MODELS: dict[str, Any] = {
         "first": {"weight": [32, 32], "bias": [32]},
         "second": {"weight": "first.weight"},
     },
+    tags.FROZEN: {"first": ["weight"]},
     tags.CONTAMINATION: [["first", "linear", True]],
     tags.FUNCTIONS: {
         "calls": {"call": {"node": {**FLAT, "inside": {"node": FLAT}}}},

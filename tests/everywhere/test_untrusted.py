@@ -70,6 +70,7 @@ def well_formed(key: str, secret: str) -> list[str]:
         tags.CALLERS: {"first": [[ENTRY, 0]]},
         tags.SIGNATURES: {"first": [[{ENTRY: secret}, [secret]]]},
         tags.PARAMETERS: {"first": {ENTRY: [1], "weight": secret}},
+        tags.FROZEN: {"first": [secret, ENTRY], ENTRY: [secret]},
         tags.CONTAMINATION: [["first", secret, True]],
         tags.FUNCTIONS: {"calls": {ENTRY: {secret: {"name": secret}}}, "order": [0]},
         tags.LORA: {"first": {"scaling": 1.0}, ENTRY: {"scaling": 2.0}},

@@ -348,7 +348,7 @@ def test_a_program_made_elsewhere_has_neither_signatures_nor_parameters(tmp_path
     file = exported(torch.export.export(model, (), kwargs, strict=False), {}, "dynamo", tmp_path)
     keys = set(metadata(file))
     assert "htp.modules" in keys
-    assert not {"htp.signatures", "htp.parameters"} & keys
+    assert not {"htp.signatures", "htp.parameters", "htp.frozen"} & keys
 
 
 @pytest.mark.slow

@@ -117,3 +117,13 @@ def test_the_slowest_blocks_are_printed_and_drawn(tmp_path):
     assert [share for _, share in shares] == sorted((share for _, share in shares), reverse=True)
     assert 90 <= sum(share for _, share in shares) <= 101
     assert "stages.0" in (tmp_path / "net.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_smaller_bert_is_found_that_still_classifies(tmp_path):
+    pytest.importorskip("optuna")
+    printed = run("search_a_small_bert", tmp_path).splitlines()
+    before, after = re.findall(r"[\d,]+", printed[-1])[:2]
+    assert int(after.replace(",", "")) < int(before.replace(",", ""))
+    assert float(re.findall(r"([\d.]+)% right", printed[-1])[0]) > 80
+    assert any("on the front" in line for line in printed)

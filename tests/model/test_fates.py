@@ -115,7 +115,8 @@ def test_every_node_and_the_model_keep_to_the_format(name, exporter, shared_file
     ours = {key for key in written if key.startswith("htp.")}
     stored = onnx.load(shared_files.net(name, exporter), load_external_data=False).graph.initializer
     apart = any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in stored)
-    always = {"htp.version", "htp.modules", "htp.callers", "htp.signatures", "htp.parameters"}
+    always = {"htp.version", "htp.modules", "htp.callers", "htp.signatures"}
+    always |= {"htp.parameters", "htp.frozen"}
     assert ours == always | ({"htp.data"} if apart else set())
     for entry in tree.values():
         assert set(entry) - {"with"} == {"class", "calls", "fate"}

@@ -423,7 +423,7 @@ class TestSearch:
         texts = [
             each.text.partition(" #")[0]
             for each in documents.commands(page)
-            if "past.onnx" not in each.text
+            if "past.onnx" not in each.text and "mynets" not in each.text
         ]
         for text in texts:
             if text.startswith("echo "):

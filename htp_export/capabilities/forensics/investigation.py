@@ -13,7 +13,7 @@ import onnx_ir as ir
 from htp_export.capabilities.forensics.finding import KINDS, SINGLE_STEPS, Finding, Forensics, Moved
 from htp_export.capabilities.forensics.patterns import large_duplicates, unchanged
 from htp_export.costs.execution import RunStep, run_by_shapes
-from htp_export.costs.memory import reads, writes
+from htp_export.costs.memory import moved_bytes
 from htp_export.editing.editing import bytes_of
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError
@@ -333,19 +333,14 @@ def _steps_of(tagged: TaggedModel) -> dict[ir.Node, RunStep]:
 
 def _moved(old: Sequence[RunStep | None], new: Sequence[RunStep | None]) -> Moved | None:
     """The bytes that nodes move before and after; None if a node or a shape is unknown."""
-    for step in (*old, *new):
-        if step is None or any(tensor.shape is None for tensor in step.outputs):
+    before = [step for step in old if step is not None]
+    after = [step for step in new if step is not None]
+    if len(before) < len(old) or len(after) < len(new):
+        return None
+    for step in (*before, *after):
+        if any(tensor.shape is None for tensor in step.outputs):
             return None
-    numbers = []
-    for steps in (old, new):
-        for bytes_by_tensor in (reads, writes):
-            moved = 0
-            for step in steps:
-                if step is not None:
-                    moved += sum(bytes_by_tensor(step).values())
-            numbers.append(moved)
-    read, written, read_after, written_after = numbers
-    return Moved(read, written, read_after, written_after)
+    return Moved(*moved_bytes(before), *moved_bytes(after))
 
 
 def _detail(rewrite: Rewrite) -> str:

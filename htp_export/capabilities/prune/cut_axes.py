@@ -57,12 +57,16 @@ def change_parameters(
     parameters = {}
     for path, module in (edit.tagged.parameters or {}).items():
         module_shapes: dict[str, ParameterShape] = {}
+        frozen: set[str] = set()
         for key, old in module.shapes.items():
             first = before.declared[tags.below(path, key)].first
             for suffix, shape in new.get(first, {"": old}).items():
                 module_shapes[f"{key}{suffix}"] = shape
+                if key in (module.frozen or ()):
+                    frozen.add(f"{key}{suffix}")
         tied = {key: full for key, full in module.tied.items() if key in module_shapes}
-        parameters[path] = ModuleParameters(module_shapes, tied)
+        known = None if module.frozen is None else frozenset(frozen)
+        parameters[path] = ModuleParameters(module_shapes, tied, known)
     if parameters:
         edit.set_parameters(parameters)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from htp_export.capabilities.search.search_results import Search
+from htp_export.capabilities.search.search_results import Front
 from htp_export.capabilities.search.sensitivity_results import (
     SENSITIVITY_COLUMNS,
     BlockSensitivity,
@@ -43,9 +45,10 @@ def sensitivity_csv(result: Sensitivity) -> str:
     return csv_text(columns, (row for rows in result.modules.values() for row in rows.values()))
 
 
-def render_search(result: Search) -> RenderableType:
+def render_search(result: Front[Any]) -> RenderableType:
     """The plans on the front, and the summary."""
-    table = flat_table(*result.table())
+    columns, rows = result.table()
+    table = flat_table(columns, rows)
     return Group(table, Text(result.summary), *_lines(result.lines))
 
 

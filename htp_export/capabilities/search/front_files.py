@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from htp_export.capabilities.search.architecture_results import Candidate, are_architectures
 from htp_export.capabilities.search.fronts import pareto
 from htp_export.capabilities.search.search_results import (
     LARGER_IS_BETTER,
     OF_DECODERS,
+    Front,
     Search,
     Trial,
     search_from,
-    trial_columns,
+    value_column,
 )
 from htp_export.errors import InputError
 from htp_export.files.filesystem import is_plain_file
@@ -30,6 +32,7 @@ from htp_export.files.text_files import named_if_unwritable, read_json
 from htp_export.files.write_file import Move, work_folder
 
 _FRONT, _PICTURE, _PLAN, _STEPS, _PROMPTS = "front.json", "front.svg", "plan", "steps", "prompts"
+_CHOICE = "choice"
 
 _WIDTH, _HEIGHT = 720, 440
 """The size of the picture in pixels, which fits into the column of a page of text."""
@@ -48,13 +51,18 @@ def check_plans(folder: Path) -> None:
     check_folder(folder, "a search", _files_of_earlier(folder).__contains__)
 
 
-def plan_file(number: int, trial: Trial) -> str:
-    """The file of a point: ``plan0.json`` for ``quantize``, ``steps0.json`` for ``pipeline``."""
+def plan_file(number: int, trial: Trial | Candidate) -> str:
+    """The file of a point: ``plan0.json`` for ``quantize``, ``steps0.json`` for ``pipeline``.
+
+    ``choice0.json`` has the choices of a candidate.
+    """
+    if isinstance(trial, Candidate):
+        return f"{_CHOICE}{number}.json"
     return f"{_STEPS if trial.prune else _PLAN}{number}.json"
 
 
 def write_plans(
-    search: Search, folder: Path, inputs: Mapping[str, Any] = MappingProxyType({})
+    search: Front[Any], folder: Path, inputs: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
     """Write ``front.json``, ``front.svg`` (for several objectives) and a file for each point.
 
@@ -69,8 +77,9 @@ def write_plans(
     """
     check_plans(folder)
     earlier = _files_of_earlier(folder)
+    random_prompts = search.prompts if isinstance(search, Search) else ()
     prompts: dict[str, Mapping[str, Any]] = {
-        f"{_PROMPTS}{number}.npz": run for number, run in enumerate(search.prompts)
+        f"{_PROMPTS}{number}.npz": run for number, run in enumerate(random_prompts)
     }
     if prompts:
         inputs = {**inputs, "data": [str(folder / name) for name in prompts]}
@@ -78,8 +87,7 @@ def write_plans(
     if len(search.objectives) > 1 and search.trials:
         texts[_PICTURE] = front_svg(search)
     for number, trial in enumerate(search.pareto):
-        content = _steps_with(inputs, trial) if trial.prune else dict(trial.plan)
-        texts[plan_file(number, trial)] = _as_json(content)
+        texts[plan_file(number, trial)] = _as_json(_content(trial, inputs))
     with named_if_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         names = [*texts, *prompts]
@@ -94,6 +102,13 @@ def write_plans(
                 for name in names
             ]
             work.commit(moves, lambda: old)
+
+
+def _content(trial: Trial | Candidate, inputs: Mapping[str, Any]) -> object:
+    """The content of the file of a point."""
+    if isinstance(trial, Candidate):
+        return dict(trial.choice)
+    return _steps_with(inputs, trial) if trial.prune else dict(trial.plan)
 
 
 def _as_json(content: object) -> str:
@@ -118,17 +133,17 @@ def _files_of_earlier(folder: Path) -> set[str]:
     """
     try:
         front = read_json(folder / _FRONT, plain=True)
-        search = search_from(front)
+        is_search = are_architectures(front) or search_from(front) is not None
     except InputError:  # there is none, or it is another file
         return set()
-    if search is None:
+    if not is_search:
         return set()
     known = {_FRONT, _PICTURE}
     present = {path.name for path in folder.iterdir() if is_plain_file(path)}
-    if not {*search.objectives}.isdisjoint(OF_DECODERS):
+    if not {*front["objectives"]}.isdisjoint(OF_DECODERS):
         known |= {name for name in present if re.fullmatch(rf"{_PROMPTS}\d+\.npz", name)}
     for number, point in enumerate(front["pareto"]):
-        for name in (f"{_PLAN}{number}.json", f"{_STEPS}{number}.json"):
+        for name in (f"{file}{number}.json" for file in (_PLAN, _STEPS, _CHOICE)):
             if name in present and _has_plans_of(folder / name, point):
                 known.add(name)
     return known & present
@@ -139,7 +154,7 @@ def _has_plans_of(file: Path, point: Any) -> bool:
     try:
         content = read_json(file, plain=True)
         if isinstance(content, dict):
-            return bool(content == point["plan"])
+            return bool(content == point.get("choice", point.get("plan")))
         plans: dict[str, Any] = {}
         for step in content:
             for name, options in step.items():
@@ -150,7 +165,7 @@ def _has_plans_of(file: Path, point: Any) -> bool:
         return False
 
 
-def front_svg(search: Search) -> str:
+def front_svg(search: Front[Any]) -> str:
     """A search with several objectives as SVG: the first objective over the second.
 
     The line is the front in these two; points of the front in all objectives are larger. The tooltip
@@ -181,7 +196,8 @@ def front_svg(search: Search) -> str:
     points = [(trial.values[across], trial.values[upward]) for trial in drawn.values()]
     x = _Axis.of([far for far, _ in points], _LEFT, right)
     y = _Axis.of([high for _, high in points], bottom, _TOP)
-    texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
+    columns = map(value_column, search.objectives)
+    texts = {column.name: column.text or str for column in columns}
     line = " ".join(
         f"{x.place(far):.1f},{y.place(high):.1f}" for far, high in _front_of(points, across, upward)
     )
@@ -287,7 +303,7 @@ def _tick(
 
 
 def _point(
-    number: int, trial: Trial, at: tuple[float, float], values: str, *, on_front: bool
+    number: int, trial: Trial | Candidate, at: tuple[float, float], values: str, *, on_front: bool
 ) -> str:
     """A trial as a circle, with a tooltip."""
     title = html.escape(f"{trial.name}: {values}; {trial.counted}")

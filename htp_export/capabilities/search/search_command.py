@@ -11,7 +11,6 @@ import typer
 
 from htp_export.command.options import (
     DepthOption,
-    FileArgument,
     Idle,
     JsonOption,
     SelectOption,
@@ -21,7 +20,13 @@ from htp_export.command.options import (
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
 from htp_export.command.run_options import RunOptions
 from htp_export.command.terminal import Steps, notice_line, print_json, show, split_names
+from htp_export.errors import InputError
 from htp_export.plans.plan_options import MetricOption, read_metric
+
+
+def _builds(given: Mapping[str, Any]) -> bool:
+    return given["entry"] is not None
+
 
 EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
 PLACE = ("Compress", 3)
@@ -34,9 +39,15 @@ IDLE = (
     ),
     Idle(
         ("runs",),
-        lambda given: "latency" not in ",".join(given["objective"] or ()),
+        lambda given: not _builds(given) and "latency" not in ",".join(given["objective"] or ()),
         "it is for --objective latency",
     ),
+    Idle(
+        ("choices", "select", "depth", "dims", "shapes", "repeats"),
+        _builds,
+        "it is for the search on a file, and --entry builds modules",
+    ),
+    Idle(("dynamo",), lambda given: not _builds(given), "it is for --entry"),
 )
 
 
@@ -51,13 +62,19 @@ class SearchRunOptions(RunOptions):
 
 
 def search_command(
-    file: FileArgument,
     runs_on: SearchRunOptions,
+    file: Annotated[Path | None, typer.Argument(help="The ONNX file; not with --entry.")] = None,
     space: Annotated[
         Path | None,
         typer.Argument(
-            help="A .yaml or .json file: for each selector, the choices of its modules."
+            help="A .yaml or .json file: for each selector, the choices of its modules; with --entry, "
+            "for each name."
         ),
+    ] = None,
+    entry: Annotated[
+        str | None,
+        "In place of a file, package.module:function that is called with choices, and returns an nn.Module, "
+        "or it and example inputs.",
     ] = None,
     choices: Annotated[
         list[str] | None,
@@ -89,33 +106,49 @@ def search_command(
         ),
     ] = 0,
     new_tokens: Annotated[int, count_option("Tokens after each prompt.")] = 64,
+    dynamo: Annotated[
+        bool, typer.Option("--dynamo/--no-dynamo", help="How modules of --entry are exported.")
+    ] = True,
     output: Annotated[
         Path | None, "A folder for the plans of the front, and its picture.", Writes()
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search for precisions and pruning of modules.
+    """Search for precisions and pruning of modules, or for an architecture.
 
     The same command in several processes or on several machines, with one --storage, works on one
     study.
     """
     from htp_export.capabilities.search.drawing import render_search
     from htp_export.capabilities.search.front_files import check_plans, plan_file, write_plans
+    from htp_export.capabilities.search.search_results import Search
     from htp_export.capabilities.search.searching import search
     from htp_export.plans.rules import read_plan
+    from htp_export.process.user_code import named_function
 
+    if entry is not None:
+        file, space = None, space or file  # with --entry, the space is the only file
+        if space is None:
+            raise InputError("a function needs a file of its space: name → list of choices")
+    elif file is None:
+        raise InputError(
+            "name an ONNX file, or a function that builds modules: --entry package.module:function"
+        )
     names = split_names(choices) or ["auto", "fp32"]
     if space is not None and choices:
         raise typer.BadParameter("give a file of selector → choices of modules, or --choices")
     if output is not None:
         check_plans(output)
     inputs = runs_on.keywords
+    model: Any = file if entry is None else named_function(entry)
     try:
-        with Steps(quiet=as_json).step(f"searching plans for {file.name}"):
+        with Steps(quiet=as_json).step(
+            f"searching {'plans for' if file else 'by'} {file or entry}"
+        ):
             result = search(
-                file,
+                model,
                 names if space is None else read_plan(space),
-                objectives=split_names(objective) or ("error", "size"),
+                objectives=split_names(objective) or None,
                 **inputs,
                 select=select or None,
                 depth=depth,
@@ -129,6 +162,7 @@ def search_command(
                 repeats=repeats,
                 new_tokens=new_tokens,
                 grace=grace,
+                dynamo=dynamo,
             )
     except KeyboardInterrupt as stopped:
         _show_stopped(stopped, output, inputs, storage, trials)
@@ -142,6 +176,8 @@ def search_command(
     if output is None:
         return
     show_written(written_folder(output))
+    if file is None or not isinstance(result, Search):
+        return
     for best in result.pareto[:1]:
         plan = output / plan_file(0, best)
         if best.prune:

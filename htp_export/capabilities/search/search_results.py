@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from htp_export.capabilities.search.fronts import pareto
 from htp_export.errors import InputError, described
@@ -80,8 +80,57 @@ class Trial(PlainData):
         return [{step: {"plan": plan}} for step, plan in plans.items() if plan]
 
 
+class _Measured(Protocol):
+    """A measured plan or candidate."""
+
+    @property
+    def values(self) -> Mapping[str, float]: ...
+
+    @property
+    def spread(self) -> Mapping[str, float]: ...
+
+
+M = TypeVar("M", bound=_Measured)
+
+
+class Front(Result, Generic[M]):
+    """The base of results with a Pareto front: trials with a value for each objective."""
+
+    objectives: tuple[str, ...]
+    trials: tuple[M, ...]
+
+    def table(self) -> Table:
+        """The trials on the front."""
+        raise NotImplementedError
+
+    @property
+    def pareto(self) -> tuple[M, ...]:
+        """The trials that no other trial dominates, sorted by the last objective.
+
+        A trial dominates another one if it is worse in no objective and better in at least one; if
+        values have a spread, better by more than the larger spread of the two.
+        """
+        best = [self.trials[place] for place in sorted(self.front_places)]
+        return tuple(sorted(best, key=lambda trial: self._signed(trial, self.objectives[-1])))
+
+    @property
+    def front_places(self) -> set[int]:
+        """The places of these trials in `trials`."""
+        points: list[list[float]] = []
+        spreads: list[list[float]] = []
+        for trial in self.trials:
+            points.append([self._signed(trial, name) for name in self.objectives])
+            spreads.append([trial.spread.get(name, 0.0) for name in self.objectives])
+        return {*pareto(points, spreads)}
+
+    def _signed(self, trial: M, objective: str) -> float:
+        """The value of an objective, negative if larger is better."""
+        value = trial.values[objective]
+        return -value if objective in LARGER_IS_BETTER else value
+
+
 @dataclass(frozen=True)
-class Search(Result):
+class Search(Front[Trial]):
     """The result of `search`.
 
     Attributes:
@@ -111,31 +160,6 @@ class Search(Result):
     prompts: tuple[Mapping[str, Array], ...] = field(default=(), repr=False)
 
     @property
-    def pareto(self) -> tuple[Trial, ...]:
-        """The trials that no other trial dominates, sorted by the last objective.
-
-        A trial dominates another one if it is worse in no objective and better in at least one; if
-        values have a spread, better by more than the larger spread of the two.
-        """
-        best = [self.trials[place] for place in sorted(self.front_places)]
-        return tuple(sorted(best, key=lambda trial: self._signed(trial, self.objectives[-1])))
-
-    @property
-    def front_places(self) -> set[int]:
-        """The places of these trials in `trials`."""
-        points: list[list[float]] = []
-        spreads: list[list[float]] = []
-        for trial in self.trials:
-            points.append([self._signed(trial, name) for name in self.objectives])
-            spreads.append([trial.spread.get(name, 0.0) for name in self.objectives])
-        return {*pareto(points, spreads)}
-
-    def _signed(self, trial: Trial, objective: str) -> float:
-        """The value of an objective, negative if larger is better."""
-        value = trial.values[objective]
-        return -value if objective in LARGER_IS_BETTER else value
-
-    @property
     def summary(self) -> str:
         """The result in one line."""
         failed = f", {self.failed} failed" if self.failed else ""
@@ -156,14 +180,14 @@ class SearchInterrupted(KeyboardInterrupt):
         result: The search so far, with the trials of all processes.
     """
 
-    def __init__(self, result: Search) -> None:
+    def __init__(self, result: Front[Any]) -> None:
         super().__init__(result.summary)
         self.result = result
 
 
 def trial_columns(objectives: Sequence[str]) -> list[Column[Trial]]:
     """The columns of a table of trials."""
-    values = [_value_column(name) for name in objectives]
+    values = [value_column(name) for name in objectives]
     number: Column[Trial] = Column(
         "number", "trial", lambda trial: "-" if trial.number is None else str(trial.number)
     )
@@ -188,11 +212,14 @@ _TEXTS = {
     "nonzeros": "{:,.0f}".format,
     "bits": "{:,.0f}".format,
     "metric": "{:.4f}".format,
+    "parameters": si,
+    "flops": si,
 }
 """Objective → how its values are drawn."""
 
 
-def _value_column(name: str) -> Column[Trial]:
+def value_column(name: str) -> Column[Any]:
+    """The column of an objective."""
     title = f"{name} ms" if name in ("latency", "time") else name
     return Column(name, title, lambda trial: trial.values[name], text=_TEXTS[name])
 
@@ -210,6 +237,8 @@ def search_from(data: object) -> Search | None:
         ({'fc': 'int8'}, None)
     """
     if not isinstance(data, Mapping) or not {"objectives", "trials", "pareto"} <= data.keys():
+        return None
+    if "space" in data:  # it is one of architectures
         return None
     try:
         objectives = tuple(data["objectives"])

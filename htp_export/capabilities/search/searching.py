@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
+from htp_export.capabilities.search.architecture_results import Architectures
+from htp_export.capabilities.search.architectures import (
+    Build,
+    ModuleMetric,
+    search_architectures,
+)
 from htp_export.capabilities.search.measuring import Measurer, Prompts, check_repeats, digest_of
 from htp_export.capabilities.search.search_results import (
     LARGER_IS_BETTER,
@@ -30,7 +36,7 @@ from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
-from htp_export.process.argument_types import MOST_RUNS, check_whole
+from htp_export.process.argument_types import MOST_RUNS, check_whole, is_torch_module
 from htp_export.process.interrupts import stems_from_interrupt
 from htp_export.process.progress import report_counts
 from htp_export.runtime.generating import Decoder
@@ -56,12 +62,20 @@ _REFINED_AT_ONCE = 4
 """Plans next to the front that are measured before the next predictions."""
 
 
-@names_model_faults("model")
+@overload
+def search(model: ModelSource, space: Space = ..., **settings: Any) -> Search: ...
+
+
+@overload
+def search(model: Build, space: Mapping[str, Sequence[Any]], **settings: Any) -> Architectures: ...
+
+
+@names_model_faults("model")  # type: ignore[misc] # overloads that repeat no keywords
 def search(
-    model: ModelSource,
+    model: ModelSource | Build,
     space: Space = ("auto", "fp32"),
     *,
-    objectives: Sequence[str] = ("error", "size"),
+    objectives: Sequence[str] | None = None,
     data: Data | None = None,
     dims: Mapping[str, int] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
@@ -73,7 +87,7 @@ def search(
     seed: int = 0,
     storage: Any = None,
     study: str = "htp_export",
-    metric: Metric | None = None,
+    metric: Metric | ModuleMetric | None = None,
     runs: int = TIMED_RUNS,
     repeats: int = 0,
     new_tokens: int = 64,
@@ -81,7 +95,8 @@ def search(
     calibration: Data | None = None,
     grace: float = 60.0,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
-) -> Search:
+    dynamo: bool = True,
+) -> Search | Architectures:
     """Search for the precision and the pruning of each module with the best trade-offs.
 
     Every choice of every module is measured alone, then plans on the front of the sums, then plans
@@ -89,11 +104,16 @@ def search(
     one or more machines, with the same ``storage`` and ``study`` work on one search; each returns
     when all trials are finished.
 
-    Thread-safe, also for calls on the same model.
+    With a function in place of the model, it is a search over architectures: ``build(choice)``
+    returns the PyTorch module of a candidate, and ``space`` has names → choices. The latency of a
+    candidate is the sum of its parts, and equal parts of all candidates are measured once.
+
+    Thread-safe, also for calls on the same model; not with a function, which uses PyTorch.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-            No model is written.
+            No model is written. Or a function that is called with a dict, name → choice, and
+            returns an ``nn.Module``, or ``(module, example inputs)``; it may train the module.
         space: The choices of every module; or selector → choices of its modules, where later
             selectors win. If a selector matches modules inside each other, the innermost are used.
             Each choice is a precision, as in a plan of ``quantize``; a value of a plan of
@@ -101,16 +121,21 @@ def search(
             ``"2:4+int8"`` or ``{"prune": "2:4", "precision": "int8"}``. ``"fp32"`` leaves a module
             as it is; ``"auto"`` is one precision for all modules with this choice. Modules that are
             only dropped or stay may contain others. For a selector, also ``{"precision": "fixed",
-            "data": ["8.4", "6.2"], "weight": [...], "bias": [...]}``: the parts are decided apart.
+            "data": ["8.4", "6.2"], "weight": [...], "bias": [...]}``: the parts are decided apart. For a function:
+            name → list of choices.
         objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors),
             ``bits`` (stored bits of weights and moved bits of activations, in the format of each,
             as in ``cost``), ``latency``, ``metric``, and
             ``nonzeros`` (elements of weights that are neither zero nor
             removed). For a decoder with a key-value cache, also ``tokens``, the share of greedy
             tokens that agree with the original's, and ``time``, in ms, of the loop that generates
-            them, prompt included; ``error`` is then that of their logits.
+            them, prompt included; ``error`` is then that of their logits. None for ``error`` and
+            ``size``. Of architectures: ``latency`` (ms on one thread), ``size`` (of parameters and
+            buffers), ``parameters``, ``flops``, ``metric``; None for ``latency``, and ``metric``
+            or ``size``.
         data: Inputs, as for ``sensitivity``; with ``tokens`` or ``time`` prompts, ``input_ids``
-            alone.
+            alone. Of architectures: one run, name of an argument → array, if ``build`` returns no
+            inputs.
         dims: Name of an open dimension → size, as for ``sensitivity``.
         shapes: For random inputs: input name → shape.
         select: For choices alone: the modules, as for ``sensitivity``.
@@ -123,7 +148,7 @@ def search(
             file, or a storage. None keeps the study in memory.
         study: Its name in the storage.
         metric: The function of the objective ``metric``: called with the outputs, name → array, for
-            each of the inputs; larger is better.
+            each of the inputs; of architectures, called with the module. Larger is better.
         runs: Runs that are timed for the objective ``latency``, each beside one of the original.
         repeats: How often each plan of the front is measured again at the end, 2 or more, for
             medians and spreads; 0 for not at all.
@@ -132,15 +157,18 @@ def search(
         calibration: Inputs for calibration; None for ``data``.
         grace: Seconds without a sign of another process after which its trials are repeated.
         providers: ONNX Runtime's execution providers, in order of preference.
+        dynamo: How candidates of architectures are exported, as for ``export``.
 
     Returns:
         ``.trials`` and ``.pareto``, each with ``.values``, ``.prune``, a plan for ``prune``, and
-        ``.plan``, one for ``quantize`` afterwards; ``.steps`` has both for ``pipeline``.
+        ``.plan``, one for ``quantize`` afterwards; ``.steps`` has both for ``pipeline``. Of
+        architectures, each has ``.choice`` and ``.parts``, and `Architectures.failures` has the
+        candidates that could not be built.
 
     Raises:
-        InputError: An argument cannot be used, no module can have a choice, modules with the same
-            channels may lose different shares of them, Optuna is not installed, or the study is one
-            of another search.
+        InputError: An argument cannot be used, no module can have a choice, no candidate can be
+            built, modules with the same channels may lose different shares of them, Optuna is not
+            installed, or the study is one of another search.
         SelectorError: A selector cannot be read or matches no module.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
@@ -158,6 +186,29 @@ def search(
     from htp_export.capabilities.quantize.choosing import AutoPrecision
     from htp_export.capabilities.quantize.work import CalibrationData
 
+    if is_torch_module(model):
+        raise InputError("export the module first; or give a function that builds modules")
+    if callable(model) and not hasattr(model, "model"):
+        _check_of_files(select, depth, dims, shapes, calibration, repeats, by != "module")
+        check_whole("trials", trials, 1, MOST_RUNS)
+        check_sampler(sampler, {})
+        given = RunSettings(data, seed=seed, providers=providers, runs=runs)
+        given.check_seed()
+        given.check_timed_runs(1)
+        given.check_providers()
+        return search_architectures(
+            model,
+            space,
+            objectives,
+            metric,
+            given.with_one_run("a search over architectures"),
+            dynamo=dynamo,
+            trials=trials,
+            sampler=sampler,
+            storage=storage,
+            study=study,
+            grace=grace,
+        )
     # The steps in their order: arguments, data, study, single modules, plans. Processes that share a
     # study repeat all of them, and find the results of the others.
     settings = RunSettings(data, dims, shapes, seed, providers=providers, runs=runs)
@@ -242,6 +293,14 @@ def search(
         raise SearchInterrupted(result(work.finished(fronts.values()), stopped=True)) from error
 
 
+def _check_of_files(*given: Any) -> None:
+    """Raise an `InputError` for arguments of a search on a file, in their order in `search`."""
+    names = ("select", "depth", "dims", "shapes", "calibration", "repeats", "by")
+    for name, value in zip(names, given, strict=True):
+        if value:
+            raise InputError(f"{name} is for the search on a file; leave it out with a function")
+
+
 def _digest(measurer: Measurer, objectives: Sequence[str]) -> str:
     """A digest of the model, the data, and the settings of times and tokens, for a study."""
     settings: list[Any] = [measurer.settings.runs]
@@ -308,7 +367,11 @@ def _dense(space: SearchSpace, objectives: Sequence[str]) -> list[str]:
     ]
 
 
-def _check_objectives(objectives: Sequence[str], metric: Metric | None) -> tuple[str, ...]:
+def _check_objectives(
+    objectives: Sequence[str] | None, metric: Metric | ModuleMetric | None
+) -> tuple[str, ...]:
+    if objectives is None:
+        objectives = ("error", "size")
     wanted = (objectives,) if isinstance(objectives, str) else tuple(objectives)
     unknown = [name for name in wanted if name not in OBJECTIVES]
     if unknown or not wanted or len(set(wanted)) < len(wanted):

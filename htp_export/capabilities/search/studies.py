@@ -320,13 +320,22 @@ class SharedStudy:
     @property
     def failed(self) -> int:
         """The number of trials that could not be measured; crashes of processes do not count."""
-        return sum(_PROBLEM in trial.user_attrs for trial in self._of("FAIL"))
+        return len(self.failures)
+
+    @property
+    def failures(self) -> list[tuple[Mapping[str, str], str]]:
+        """The trials that could not be measured: their parameters, and the reason."""
+        failures: list[tuple[Mapping[str, str], str]] = []
+        for trial in self._of("FAIL"):
+            reason = trial.user_attrs.get(_PROBLEM)
+            if reason is not None:
+                failures.append((trial.params, str(reason)))
+        return failures
 
     @property
     def problems(self) -> list[str]:
         """The reasons why trials could not be measured, each once."""
-        reasons = (trial.user_attrs.get(_PROBLEM) for trial in self._of("FAIL"))
-        return list(dict.fromkeys(reason for reason in reasons if reason is not None))
+        return list(dict.fromkeys(reason for _, reason in self.failures))
 
     def _values(self, trial: optuna.Trial, measure: Measure) -> Sequence[float]:
         plan = {
