@@ -490,24 +490,12 @@ def _with_weights(
     """The steps of a normalization, with the weights after it."""
     shape = known.shape(source) or ()
     last, bias = node, None
-    for operator in ("Mul", "Add"):
-        if (operator == "Mul" and scale is not None) or (operator == "Add" and not is_centred):
-            continue
-        value = last.outputs[0]
-        reader = None if is_boundary(value) else only_consumer(value, operator)
-        if reader is None:
-            continue
-        (other,) = [each for each in reader.inputs if each is not value]
-        if other is None or not _is_weight(other, shape, root.axes, known):
-            continue
-        scale, bias = (other, bias) if operator == "Mul" else (scale, other)
-        last = reader
+    if scale is None:
+        last, scale = _with_weight(last, "Mul", shape, root.axes, known)
+    if is_centred:
+        last, bias = _with_weight(last, "Add", shape, root.axes, known)
     first_axis, rank = root.axes[0], len(shape)
-    why = root.why
-    if not why and root.axes != tuple(range(first_axis, rank)):
-        why = "it normalizes other axes than the last ones"
-    if not why and scale is None and not all(isinstance(size, int) for size in shape[first_axis:]):
-        why = "the size of the normalized axis is open"
+    why = root.why or _why_not_normalized(root.axes, shape, has_scale=scale is not None)
     return Steps(
         kind="layer_norm" if is_centred else "rms_norm",
         nodes=_nodes(last, [source, scale, bias]),
@@ -518,3 +506,27 @@ def _with_weights(
         bias=bias,
         why=why,
     )
+
+
+def _with_weight(
+    node: ir.Node, operator: str, shape: Shape, axes: Sequence[int], known: Symbolic
+) -> tuple[ir.Node, ir.Value | None]:
+    """The node that applies a weight to the result of a node, and the weight; the node itself without one."""
+    value = node.outputs[0]
+    reader = None if is_boundary(value) else only_consumer(value, operator)
+    if reader is None:
+        return node, None
+    (other,) = [each for each in reader.inputs if each is not value]
+    if other is None or not _is_weight(other, shape, axes, known):
+        return node, None
+    return reader, other
+
+
+def _why_not_normalized(axes: Sequence[int], shape: Shape, *, has_scale: bool) -> str:
+    """Why no operator normalizes these axes; empty if one does."""
+    if axes != tuple(range(axes[0], len(shape))):
+        return "it normalizes other axes than the last ones"
+    sizes = shape[axes[0] :]
+    if not has_scale and not all(isinstance(size, int) for size in sizes):
+        return "the size of the normalized axis is open"
+    return ""
