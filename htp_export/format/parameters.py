@@ -158,7 +158,7 @@ def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
 
     Examples:
         >>> parameters_from_json('{"head":{"weight":[3,4]},"tail":{"w":"head.weight"}}')["tail"]
-        ModuleParameters(shapes={'w': (3, 4)}, tied={'w': 'head.weight'})
+        ModuleParameters(shapes={'w': (3, 4)}, tied={'w': 'head.weight'}, frozen=None)
     """
     entries = tags.json_object(tags.PARAMETERS, text, "modules and their parameters", dict)
     shapes: dict[str, tuple[int, ...]] = {}  # by full name

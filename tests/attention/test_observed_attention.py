@@ -140,6 +140,7 @@ def test_models_of_transformers_run_in_steps_with_the_same_results(run):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("name", "exporter"),

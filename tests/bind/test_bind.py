@@ -90,6 +90,7 @@ STEPS: dict[str, Callable[[Path, Path], object]] = {
 """Those of the tool that write one file with all weights of a new export; of them, another part is extracted."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", STEPS)
 def test_what_is_bound_is_what_a_new_export_would_hold(files, step, tmp_path):
     made = [tmp_path / "1.onnx", tmp_path / "2.onnx"]

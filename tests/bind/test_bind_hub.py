@@ -59,6 +59,7 @@ def run(home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["owner/tuned", "owner/sharded"])
 def test_a_hub_id_is_read_from_the_cache(name, home, tmp_path):
     file, output = tmp_path / "net.onnx", tmp_path / "bound.onnx"
@@ -71,6 +72,7 @@ def test_a_hub_id_is_read_from_the_cache(name, home, tmp_path):
         np.testing.assert_array_equal(found[entry].const_value.numpy(), array)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["owner/absent", "owner/empty"])
 def test_a_hub_id_without_weights_is_refused_by_its_name(name, home, tmp_path):
     file, output = tmp_path / "net.onnx", tmp_path / "bound.onnx"

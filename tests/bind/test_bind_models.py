@@ -51,6 +51,7 @@ def outcomes(name: str, exporter: str, folder: Path) -> Iterator[tuple[str, list
                 continue
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "exporter"), [*cases()])
 def test_no_tensor_of_a_descendant_differs_from_a_new_export_in_silence(name, exporter, tmp_path):
     for step, found in outcomes(name, exporter, tmp_path):

@@ -45,6 +45,7 @@ def run(file: Path) -> np.ndarray:
     return session.run(None, {fed.name: TOKENS.numpy()})[0]
 
 
+@pytest.mark.long
 def test_the_data_change_and_the_onnx_file_does_not(ready, files, tmp_path):
     before = contents(tmp_path)
     bound = htp_export.bind(ready, net(2), in_place_data=True)

@@ -64,6 +64,7 @@ def arrays(file: Path) -> dict[str, bytes]:
 PARTS = ("layers.0,layers.1", "**,!layers.0,!layers.1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [PARTS, PARTS[::-1], (*PARTS, PARTS[0]), ("layers.**", *PARTS)])
 def test_the_last_part_writes_the_model_that_one_run_would_write(given, order):
     htp_export.bind(given / "base.onnx", given / "1.safetensors", given / "whole.onnx")
@@ -207,6 +208,7 @@ def peak(*arguments: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="sparse files, and bytes of ru_maxrss"
 )

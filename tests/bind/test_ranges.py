@@ -86,6 +86,7 @@ PLANS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_ranges_are_those_of_a_new_export_that_is_quantized(files, plan):
     data = runs(files[0])
@@ -123,6 +124,7 @@ def later(name: str, file: Path, output: Path) -> None:
         htp_export.quantize(file, {"fc": "int8"}, output, data=runs(file))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", ["rename", "functions", "optimize", "tap", "quantize again"])
 def test_the_ranges_are_measured_again_after_another_step(files, step, tmp_path):
     plan = {"conv": "uint8", "other": "uint8"} if step == "quantize again" else "uint8"
@@ -242,6 +244,7 @@ def test_data_without_effect_or_of_other_sizes_are_refused(files, tmp_path):
     assert not output.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [
@@ -286,6 +289,7 @@ def test_the_command_measures_ranges(files, tmp_path, capsys):
     assert different(output, tmp_path / "1.onnx") == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_ranges_of_a_transformer(dynamo, tmp_path):
     transformers = pytest.importorskip("transformers")

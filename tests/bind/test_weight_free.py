@@ -263,6 +263,7 @@ def test_what_is_made_of_it_has_weights_of_its_own(free, tmp_path):
     np.testing.assert_allclose(run(tmp_path / "fast.onnx"), net(2)(X).detach().numpy(), atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
 def test_command(tmp_path, monkeypatch, capsys, exporter):
     folder = checkpoint(tmp_path / "ckpt")

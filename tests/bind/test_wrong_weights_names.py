@@ -7,6 +7,7 @@ import htp_export
 from htp_export.errors import FileError
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["finetuned/", "a/b/c", "-x/y", "./there", "owner/"])
 def test_a_missing_folder_is_named_and_no_host_is_asked(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

@@ -143,6 +143,7 @@ def lying(number: int, node: ir.Node) -> str:
     return f"/blocks.{block}/attention/{node.op_type}_{number}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", ["as written", "others", "that lie"])
 def test_a_file_of_the_other_exporter_gets_the_owners_that_its_own_export_has(
     original, torchscript, example, names
@@ -156,6 +157,7 @@ def test_a_file_of_the_other_exporter_gets_the_owners_that_its_own_export_has(
     assert "node" not in reasons(carried.model)
 
 
+@pytest.mark.long
 def test_inputs_are_those_of_a_module_or_random_ones(net, original, torchscript, example):
     foreign = foreign_of(torchscript)
     for carried in (
@@ -166,6 +168,7 @@ def test_inputs_are_those_of_a_module_or_random_ones(net, original, torchscript,
         assert owners(carried.model) == owners(htp_export.load(torchscript).model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tool", ["onnxslim", "onnxruntime", "float16", "quantize_dynamic", "matmul_nbits"]
 )
@@ -241,6 +244,7 @@ def test_what_the_original_does_not_compute_is_unknown(net, example):
     assert "unknown" in str(carried)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "said"), [("", ("inserted", "0")), ("/1/Reshape", ("node", "1"))])
 def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says_or_whose_tensor_it_restores(
     name, said
@@ -298,6 +302,7 @@ def positions(
     return functools.cache(made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("original_by", "foreign_by"), [*itertools.product(EXPORTERS, repeat=2)])
 def test_work_of_a_parent_and_no_ops_have_no_wrong_owner(original_by, foreign_by, positions):
     original, truth = (positions(exporter) for exporter in (original_by, foreign_by))
@@ -327,6 +332,7 @@ class Masks(Holding, linear=nn.Linear(6, 6)):
         return self.linear(x) + mask
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["int8", "fp16", "int8-weights"])
 def test_a_quantized_file_is_an_original_too(precision, original, torchscript, example):
     quantized = htp_export.load(
@@ -624,6 +630,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Callable
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", quick(["fp32", "int4", "fp16"], "int4", "fp16"))
 @pytest.mark.filterwarnings("ignore")
 def test_files_of_genai_get_their_true_owners(built, precision):
@@ -643,6 +650,7 @@ def test_files_of_genai_get_their_true_owners(built, precision):
     assert found.unknown <= (90 if precision == "fp16" else 0), found.seen
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_one_module_is_cut_out_of_a_file_of_genai(built, tmp_path):
     original, inputs, file_of = built

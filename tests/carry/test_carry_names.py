@@ -164,6 +164,7 @@ def inputs() -> dict[str, torch.Tensor]:
     return {"x": torch.randn(1, 8, 32)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(
     ("tool", "options"), [("matmul_nbits", {"block_size": 32}), ("quantize_dynamic", {})]

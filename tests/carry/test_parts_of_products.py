@@ -137,6 +137,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("net", "before", "after", "precision"), PAIRS)
 def test_no_node_has_owners_that_did_not_compute_it_or_lacks_one(
     net: str, before: str, after: str, precision: str, tmp_path: Path

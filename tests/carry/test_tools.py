@@ -91,6 +91,7 @@ QUANTIZERS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "options"), [*FLOAT_TOOLS, *QUANTIZERS])
 def test_nodes_have_their_owners_after_a_tool_and_names_show_what_it_was_given(
     name, options, attention, tmp_path
@@ -198,6 +199,7 @@ def test_equal_results_of_two_modules_are_those_of_each(exporter, tmp_path):
         } == {"computed"}
 
 
+@pytest.mark.long
 def test_a_name_of_another_tensor_is_found_before_a_reshape_that_does_nothing(tmp_path):
     """onnxsim folds the factor into the first weight, and calls the product as the convolution was called."""
 
@@ -223,6 +225,7 @@ def onnxruntime_alone(given: Path, made: Path) -> onnx.ModelProto:
     return onnx.load(made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tool",
     [
@@ -395,6 +398,7 @@ class AroundBranches(Holding, first=nn.Linear(8, 8), yes=nn.Linear(8, 8), no=nn.
         return torch.cond(x.sum() > 0, lambda x: self.yes(x).tanh(), lambda x: -self.no(x), (x,))  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_tensors_of_branches_that_onnxruntime_names_as_those_outside_get_other_names(tmp_path):
     net, x = spread(AroundBranches()).eval(), torch.randn(2, 5, 8)
     exported(net, {"x": x}, "dynamo", tmp_path)

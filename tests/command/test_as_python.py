@@ -34,6 +34,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"FILE": str(folder / "net.onnx"), **companions(folder)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_as_python_is_a_program_and_nothing_is_written(
     command, files, tmp_path, monkeypatch, capsys
@@ -77,6 +78,7 @@ GPT2 = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [

@@ -105,6 +105,7 @@ def files(folder: Path) -> list[str]:
 
 
 class TestExport:
+    @pytest.mark.long
     @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
     def test_writes_a_tagged_file_shows_the_tree_and_verifies(self, folder, capsys, exporter):
         assert main([*BERT, exporter, "-o", "bert.onnx", "--verify"]) == 0
@@ -146,6 +147,7 @@ class TestExport:
         shape = onnx.load("bert.onnx").graph.input[0].type.tensor_type.shape
         assert [dim.dim_value for dim in shape.dim] == [2, 7]
 
+    @pytest.mark.long
     def test_opset_and_dtype_are_those_asked_for(self, folder):
         assert (
             main(
@@ -167,6 +169,7 @@ class TestExport:
         assert model.opset_import[0].version == 20
         assert model.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
 
+    @pytest.mark.long
     def test_weights_go_beside_the_file_or_into_it(self, folder):
         assert main([*entry(folder, "large"), "-o", "out.onnx", "--quiet"]) == 0
         assert files(folder) == ["out.onnx", "out.onnx.data"]
@@ -176,6 +179,7 @@ class TestExport:
         )
         assert files(folder) == ["out.onnx"]
 
+    @pytest.mark.long
     def test_a_map_brings_the_tags_back_after_a_tool_that_wrote_over_the_file(self, folder, capsys):
         assert main([*BERT, "--torchscript", "--embed-map", "-o", "bert.onnx", "--quiet"]) == 0
         assert (
@@ -257,6 +261,7 @@ class TestExport:
         assert files(folder) == ["net.onnx"]
         assert Path("net.onnx").read_bytes() == before
 
+    @pytest.mark.long
     @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
     def test_a_fault_of_the_capture_is_status_1_and_names_the_option_that_goes_on(
         self, folder, capsys, monkeypatch, exporter

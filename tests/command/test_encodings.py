@@ -90,6 +90,7 @@ def run(
     return status, texts[0], texts[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "encoding"),
     [*((command, "ascii") for command in COMMANDS),

@@ -114,6 +114,7 @@ class TestOpset:
         )
         assert re.search(r"exporter writes opsets \d+ to \d+", capsys.readouterr().err)
 
+    @pytest.mark.long
     def test_another_than_was_asked_for_is_status_1_and_no_file(self, folder, capsys):
         # torch's own converter cannot go down to 7, and only logs that.
         command = ["export", "--entry", f"nets_{folder.name}:net", "--opset", "7", "-o", "x.onnx"]
@@ -158,6 +159,7 @@ class TestSpelling:
         assert problem in capsys.readouterr().err
         assert not Path("x.onnx").exists()
 
+    @pytest.mark.long
     def test_a_reader_that_needs_no_more_is_no_failure(self, folder):
         # nodes of a tall model: more than the buffer of a pipe
         deep = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(300)]).eval()
@@ -350,6 +352,7 @@ class TestHelp:
         )
         assert run.stderr.strip() == "[]"
 
+    @pytest.mark.long
     def test_a_command_that_reads_a_file_loads_neither_torch_nor_sympy(self, folder):
         code = (
             "import sys; from htp_export.command.main import main; assert main(['tree', 'net.onnx', '-q']) == 0; "
@@ -429,6 +432,7 @@ def deep(tmp_path_factory):
 class TestTables:
     """Alike layers are one line in every table, in the order of their numbers."""
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("command", "lines"),
         [
@@ -474,6 +478,7 @@ class TestTables:
         assert "and 10 more modules; --all shows every one" in shown.get()
 
 
+@pytest.mark.long
 def test_docs_json_has_every_key_that_a_command_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "json.md").read_text()

@@ -27,6 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [

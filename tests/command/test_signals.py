@@ -48,6 +48,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "net.onnx"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", ENDINGS)
 @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
 def test_an_export_that_is_ended_leaves_nothing(exporter, number, file, tmp_path, capsys):
@@ -74,6 +75,7 @@ PLACES: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place[1])
 @pytest.mark.parametrize("times", every(2, [1, 2]))
@@ -108,6 +110,7 @@ def test_a_signal_in_the_last_steps_leaves_a_whole_model_and_no_work_folder(
     assert len(names) == 2
 
 
+@pytest.mark.long
 def test_a_program_that_gets_a_signal_says_so_and_ends(file, tmp_path):
     (tmp_path / "ended.py").write_text(ENTRY.format(name="SIGTERM"))
     command = [

@@ -209,6 +209,7 @@ def flops_of(model: nn.Module, kwargs: dict[str, Any]) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dynamo"),
     [

@@ -279,6 +279,7 @@ class Attending(Holding, qkv=torch.nn.Linear(16, 48)):
         return (scores @ v).transpose(1, 2).reshape(batch, length, 16)[:, : length // 2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_shapes_are_those_that_onnx_runtime_finds(exporter, tmp_path):
     file = tmp_path / "model.onnx"

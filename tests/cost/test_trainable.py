@@ -53,6 +53,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_a_file_says_how_many_parameters_of_each_module_train(exporter, tmp_path):
     model = net()

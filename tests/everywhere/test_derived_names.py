@@ -100,6 +100,7 @@ def full(source: Path, tensors: set[str], nodes: set[str]) -> ir.Model:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_name_that_a_change_derives_may_be_taken(change, exporter, files):

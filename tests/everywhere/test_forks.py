@@ -28,6 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WORK)
 def test_a_child_does_what_another_thread_was_doing(name, found):
     assert (found[name]["child"], found[name]["thread"]) == (0, [])

@@ -69,6 +69,7 @@ def plan(folder: Path) -> Made:
     return written, lambda: htp_export.quantize(program, read_plan(written))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [manifest, index, quantization, weights, plan])
 def test_whatever_a_json_file_has_it_is_read_or_at_fault(make, tmp_path):
     file, read = make(tmp_path)

@@ -62,6 +62,12 @@ MODELS: dict[str, Any] = {
         "second": {"weight": "first.weight"},
     },
     tags.FROZEN: {"first": ["weight"]},
+    tags.CALIBRATIONS: {
+        "version": 1,
+        "calibrations": [
+            {"call": 0, "name": "int8", "method": "static", "activation": "int8", "weight": "int8"}
+        ],
+    },
     tags.CONTAMINATION: [["first", "linear", True]],
     tags.FUNCTIONS: {
         "calls": {"call": {"node": {**FLAT, "inside": {"node": FLAT}}}},
@@ -87,6 +93,7 @@ NODES: dict[str, Any] = {
     tags.CALLS: {"first": [0, 1]},
     tags.REASON: "scope",
     tags.NAMESPACE: "first",
+    tags.CALIBRATION: "0",
     "layer_ann": "cpu",
     "pkg.torch.onnx.name_scopes": "['', 'first', 'linear']",
     "pkg.torch.onnx.class_hierarchy": "['net.Net', 'torch.nn.Linear', 'aten']",
@@ -98,7 +105,7 @@ RECIPE: Any = [
     ["slice", ["cast", ["transpose", "first.weight", [1, 0]], "float16"], [0, 0, 8, 1]],
     2.0,
 ]
-EXAMPLES: dict[str, Any] = {**MODELS, **NODES, tags.RECIPE: RECIPE}
+EXAMPLES: dict[str, Any] = {**MODELS, **NODES, tags.RECIPE: RECIPE, tags.FLOATS: "0RRIE"}
 """Every key of the format, and those of others that are read → what a file may have there."""
 
 TEXTS = (
@@ -277,6 +284,7 @@ def test_a_huge_number_in_the_place_of_calls_is_passed_over(net, tmp_path):
 ALL = pytest.mark.slow  # an hour
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "step", [pytest.param(23, id="some"), pytest.param(1, id="all", marks=ALL)]
 )

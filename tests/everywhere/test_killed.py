@@ -41,6 +41,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 QUICK = ("save_named",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPERATIONS],

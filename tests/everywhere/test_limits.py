@@ -150,6 +150,7 @@ def test_paths_with_very_many_paths_above_them_are_refused(key):
     assert most < 300 << 20  # all paths above it have a gigabyte
 
 
+@pytest.mark.long
 def test_a_map_that_unfolds_to_very_much_is_refused():
     bomb = base64.b85encode(zlib.compress(b"[" + b"[]," * (64 << 20) + b"0]", 9)).decode()
     with pytest.raises(

@@ -243,6 +243,7 @@ def file(folder: Path) -> Path:
     return folder / "net.onnx"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_verify_twice_finds_the_same(name, file):
     model, args = net(name), (x(2, 4),)
@@ -373,6 +374,7 @@ EXPORTABLE = [name for name in CHANGES if name not in CRASHING]
 QUICK = ("a buffer", "a replaced buffer", "a list in a list", "a namespace")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
 @pytest.mark.parametrize(
     ("name", "call"),
@@ -389,6 +391,7 @@ def test_whatever_exports_a_model_leaves_it_as_it_was(name, call, file):
         assert not isinstance(result, Exception), result
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
 @pytest.mark.parametrize("name", quick(EXPORTABLE, "a parameter"))
 def test_inspect_leaves_a_model_that_fails_as_it_was(name):
@@ -405,6 +408,7 @@ def entry() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return ENTRY[0], (x(2, 4),)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", every(2, ["tree", "cost", "verify FILE", "view", "carry FILE"]))
 def test_commands_leave_the_model_of_a_factory_as_it_was(command, file, folder, capsys):
     ENTRY[:] = [net("a buffer").eval()]

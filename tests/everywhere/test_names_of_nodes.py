@@ -28,6 +28,7 @@ def files(request, tmp_path_factory):
     return {"FILE": str(file), **companions(folder)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_node_in_the_place_of_a_module_is_told_with_its_module(
     command, files, tmp_path, monkeypatch, capsys

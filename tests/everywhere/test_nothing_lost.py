@@ -348,6 +348,7 @@ def remove(path: Path) -> None:
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
+@pytest.mark.long
 @forks
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("place", ["out.onnx", "out.onnx.data"])
@@ -386,6 +387,7 @@ def test_what_is_put_into_a_folder_after_a_kill_stays_in_it(given, tmp_path):
     assert len(htp_export.load_partition(stages).stages) == 3
 
 
+@pytest.mark.long
 @forks
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_what_takes_the_place_of_a_folder_after_a_kill_stays_and_so_does_the_old_one(

@@ -106,6 +106,7 @@ def test_these_are_all_commands_that_write():
 OWN_KIND = {"diff": "page.html", "view": "page.html", "quantize --plan-for": "shapes.json"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", sorted(MODELS | OTHERS))
 def test_no_file_of_another_kind_is_replaced(folder, capsys, command):
     before = contents(folder)

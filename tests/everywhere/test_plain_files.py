@@ -50,6 +50,7 @@ def test_every_command_is_here():
     assert set(EXACT) < set(COMMANDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_torch_scopes_are_named_once_and_serve_or_the_error_says_what_to_run(
     command: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -160,6 +160,7 @@ def loads(file: Path) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_nothing_that_metadata_names_is_imported_run_or_opened(net, work):
     secret = str(work.parent / "outside_secret" / "secret.onnx")
     wanted = {key: well_formed(key, secret)[0] for key in KEYS}

@@ -85,7 +85,7 @@ def test_data_that_raise_are_told_with_their_line(folder):
             "export --entry CODE:net -o o.onnx", "carry FILE FILE -o o.onnx")),
         ("run onnxruntime FILE -o o.onnx --set providers=3", "onnxruntime: providers is 3, and takes Sequence[str]"),
         ("run onnxoptimizer FILE -o o.onnx --set passes=3", "onnxoptimizer: passes is 3, and takes Sequence[str]"),
-        ("run onnxruntime FILE -o o.onnx --set lvl=3", "onnxruntime: got an unexpected keyword argument 'lvl'"),
+        ("run onnxruntime FILE -o o.onnx --set lvl=3", "--set lvl: onnxruntime has no option 'lvl'"),
         ("profile FILE --threads 100000", "--threads, on "),
         ("profile FILE --engine openvino --threads 100000", "--threads, on "),
         ("profile FILE --runs 99999999999999999999999", "--runs"),

@@ -480,6 +480,7 @@ def tried(file: Path, folder: Path) -> list[str]:
     return [*made, *done]
 
 
+@pytest.mark.long
 def test_no_command_refuses_what_it_made_of_a_valid_file(given, tmp_path):
     done = tried(given["net"], tmp_path)
     assert {

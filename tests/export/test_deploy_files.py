@@ -177,6 +177,7 @@ def files_in(folder: Path) -> set[str]:
     return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.long
 def test_files_for_other_runtimes_are_written_into_new_folders_and_named_as_optimum_does(
     tmp_path, capsys
 ):

@@ -71,6 +71,7 @@ def test_names_are_those_of_optimum(name):
     assert outputs[MERGED] == outputs[FIRST]
 
 
+@pytest.mark.long
 def test_dimensions_are_named_as_optimum_names_them_and_a_merged_decoder_has_no_branches(files):
     if files.model.main_input_name != "input_ids":
         pytest.skip("sounds have one length")

@@ -101,6 +101,7 @@ def test_onnxruntime_generates_what_pytorch_generates(images, files):
     assert greedy(files, ids.numpy(), pixels.numpy()) == found[0, ids.shape[1] :].tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*FILES[:2], pytest.param(FILES[2], marks=pytest.mark.slow)])
 def test_every_module_of_every_file_agrees_and_every_node_is_tagged(name, files):
     files.assert_agree(name)

@@ -25,6 +25,7 @@ def exported_in_a_process(folder, dynamo, options=""):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_an_export_prints_nothing(tmp_path, exporter):
     # torch alone prints a line for each step, four about torchvision, and a warning about itself
@@ -32,6 +33,7 @@ def test_an_export_prints_nothing(tmp_path, exporter):
     assert process.stdout + process.stderr == ""
 
 
+@pytest.mark.long
 def test_progress_is_printed_if_it_is_asked_for(tmp_path):
     process = exported_in_a_process(tmp_path, True, ", verbose=True")
     assert "Translate the graph into ONNX" in process.stdout

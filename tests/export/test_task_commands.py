@@ -35,6 +35,7 @@ def inputs_of(file: Path) -> list[str]:
     return [value.name for value in onnx.load(file, load_external_data=False).graph.input]
 
 
+@pytest.mark.long
 def test_a_folder_with_a_decoder_is_verified_in_prefill_and_decode_and_the_run_that_differs_is_named(
     tmp_path, capsys
 ):
@@ -59,6 +60,7 @@ def test_a_folder_with_a_decoder_is_verified_in_prefill_and_decode_and_the_run_t
     assert "decode: first wrong" in found.err
 
 
+@pytest.mark.long
 def test_a_line_names_the_first_and_the_last_of_the_inputs_of_a_cache(tmp_path, capsys):
     overrides = [word.replace("n_layer=1", "n_layer=12") for word in GPT2]
     assert main(["export", *overrides, "--task", PAST, "-o", str(tmp_path / "gpt2.onnx")]) == 0

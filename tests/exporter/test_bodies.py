@@ -80,6 +80,7 @@ MAKES = pytest.mark.parametrize(
 
 
 # Below opset 18 the graph is read back from bytes, without metadata.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,6 +115,7 @@ class ReadsNoResult(Holding, branches=Branches(), fc=nn.Linear(4, 4)):
         return self.fc(x)
 
 
+@pytest.mark.long
 def test_modules_in_branches_whose_result_nothing_reads_are_dead(tmp_path):
     model = ready(ReadsNoResult())
     file = exported(model, inputs(), "dynamo", tmp_path)
@@ -133,6 +135,7 @@ class ReadsWithoutACall(Holder):
         return torch.cond(x.sum() > 0, high, lambda x: x.sin(), (x,))  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "path"),
     [
@@ -157,6 +160,7 @@ def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(make, pa
     assert ({line.split()[0] for line in wrong.misplaced}, wrong.ok) == (held[path], path is None)
 
 
+@pytest.mark.long
 @MAKES
 def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_model(
     make, owners, tmp_path
@@ -167,6 +171,7 @@ def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_m
     assert "_export_root" not in tree_of(file)
 
 
+@pytest.mark.long
 @MAKES
 def test_in_bodies_of_other_programs_parameters_tell_their_module_and_all_else_is_the_holders(
     make, owners, tmp_path
@@ -194,6 +199,7 @@ def nodes_with_owners(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...],
 
 
 # torch 2.10 reads a saved program from a buffer that cannot be written to.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize(
     "name",
@@ -332,6 +338,7 @@ FEW = ("mask_made_in_every_layer", "cond", "graph_module_as_the_model")
 OTHERS = sorted(name for name, net in NETS.items() if "dynamo" not in net.skip and name not in FEW)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
@@ -370,6 +377,7 @@ def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(
     )
 
 
+@pytest.mark.long
 def test_copies_of_a_program_are_as_exact_as_the_program(shared_files, tmp_path):
     model, kwargs = NETS["siblings"].build()
     program = made(model, kwargs)
@@ -406,6 +414,7 @@ def test_what_was_captured_is_for_this_process_alone():
     assert pickle.loads(pickle.dumps(captured)) is None
 
 
+@pytest.mark.long
 def test_programs_of_two_models_are_told_apart(shared_files, tmp_path):
     wanted, programs = [], []
     for name in ("siblings", "called_twice"):

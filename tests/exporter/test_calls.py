@@ -136,6 +136,7 @@ def test_the_region_of_a_module_takes_and_gives_what_its_calls_did(name, exporte
     assert htp_export.contamination(file).after == []
 
 
+@pytest.mark.long
 @EACH
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_call_can_be_cut_out(name, exporter, signed, files, tmp_path):
@@ -200,6 +201,7 @@ def test_every_call_is_a_call_of_a_function(name, exporter, files, tmp_path):
     ]
 
 
+@pytest.mark.long
 @EACH
 def test_every_call_can_be_replaced(name, exporter, files, tmp_path):
     """By itself: then everything runs as before, in the same calls."""
@@ -293,6 +295,7 @@ def test_latency_of_a_module_that_others_run_counts_where_it_ran(exporter, files
     assert report.modules["user.0"].total_ms == pytest.approx(sum(inside))
 
 
+@pytest.mark.long
 @EACH
 def test_calls_outlive_a_tool_that_takes_all_tags_off(name, exporter, files):
     file, bare = files(name, exporter), files(name, exporter)

@@ -176,6 +176,7 @@ def test_a_fault_says_what_was_being_done_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("exporter", "owner", "name", "seam"), every(2, CASES))
 def test_a_fault_leaves_torchs_own_file_if_that_is_allowed(
     exporter, owner, name, seam, plain, tmp_path, monkeypatch
@@ -398,6 +399,7 @@ def test_a_warning_names_both_opsets_if_torch_writes_another_one(tmp_path: Path)
     assert next(each for each in warned if "opset 7" in str(each.message)).filename == __file__
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("exporter", "opset"), [("dynamo", 18), ("dynamo", 20), ("torchscript", 11), ("dynamo", None)]
 )

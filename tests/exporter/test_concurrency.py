@@ -63,6 +63,7 @@ def in_threads(*work: Callable[[], Any]) -> list[BaseException]:
         return [error for future in futures if (error := future.exception(120))]
 
 
+@pytest.mark.long
 @TWO
 def test_exports_in_two_threads_wait_for_each_other(exporters, tmp_path):
     runs: list[str] = []
@@ -270,6 +271,7 @@ class Branching(nn.Module):
         return torch.cond(x.sum() > 0, lambda x: self.high(x).exp(), lambda x: self.low(x), (x,))
 
 
+@pytest.mark.long
 def test_an_export_with_branches_waits_until_verify_in_another_thread_has_run_the_model():
     """While verify runs a model, nothing is compiled, and torch does not trace branches."""
     x, verifying, exporting = torch.ones(2, 4), threading.Event(), threading.Event()
@@ -326,6 +328,7 @@ WORK: dict[str, Callable[[htp_export.TaggedModel], object]] = {
 }
 
 
+@pytest.mark.long
 def test_functions_of_models_give_the_same_in_several_threads_on_one_model():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     program = htp_export.export(layer, (torch.randn(2, 5, 16),), verbose=False)

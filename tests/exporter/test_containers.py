@@ -113,6 +113,7 @@ ENTRY = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
 
 
 # What torch.export and transformers do there warns their own developers.
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )
@@ -242,6 +243,7 @@ def test_an_error_names_a_cache_whose_window_fixes_its_length_and_what_to_do():
             )
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )

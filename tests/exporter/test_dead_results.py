@@ -148,6 +148,7 @@ class ReadsNothingOfIt(nn.Module):
         return x * 2
 
 
+@pytest.mark.long
 @BOTH
 @pytest.mark.parametrize("kind", UNREAD)
 def test_modules_are_dead_whatever_operators_do_the_work_that_nothing_reads(

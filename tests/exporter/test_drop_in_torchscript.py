@@ -153,6 +153,7 @@ def one_step(one: truth.Array, other: truth.Array) -> bool:
     return bool(np.allclose(one.astype(np.float64), other.astype(np.float64), rtol=0, atol=step))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "given", "kinds", "expected"),
     [

@@ -194,6 +194,7 @@ def watched_model() -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("way", "enabled"),
@@ -216,6 +217,7 @@ def test_an_interrupted_torchscript_export_leaves_nothing_changed(way, enabled):
         assert in_another_thread(lambda: export() or True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("enabled", quick([True, False], False))
 def test_an_interrupted_dynamo_export_leaves_nothing_changed(enabled, monkeypatch):

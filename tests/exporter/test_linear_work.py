@@ -108,6 +108,7 @@ def scripted(size: int) -> nn.Module:
 _NETS = (pairs, dropouts, norms, one_many_times, fused_with_the_root, with_dead_parts, side_by_side)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "exporter"),
     quick(

@@ -46,6 +46,7 @@ def called(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     return spread(model).eval(), {"input_ids": words, "attention_mask": mask, "labels": labels}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "exporter"),
     quick(

@@ -53,6 +53,7 @@ def test_a_layer_of_torch_has_the_line_of_the_model_that_calls_it(exporter, tmp_
                 onnx.load(file).graph.node if node.op_type == "Gemm"}) == 1  # fmt: skip
 
 
+@pytest.mark.long
 @BOTH
 def test_a_library_is_outside_of_torch(exporter, tmp_path):
     pytest.importorskip("transformers")

@@ -342,6 +342,7 @@ class TestMapWeights:
 
 
 class TestCommand:
+    @pytest.mark.long
     @pytest.mark.parametrize("name", quick(["bert", "llama"], "bert"))
     def test_writes_the_file_that_it_writes_without_the_option(self, tmp_path, name):
         source = checkpoint(tmp_path, name)

@@ -70,6 +70,7 @@ def saved(exported: Any, folder: Path) -> dict[str, onnx.ModelProto]:
     return {path.stem: onnx.load(str(path)) for path in folder.glob("*.onnx")}
 
 
+@pytest.mark.long
 def test_the_file_of_an_encoder_has_tags_signatures_parameters_and_fates_of_its_own(
     exporter, tmp_path
 ):

@@ -119,6 +119,7 @@ def built(name: str) -> nn.Module:
     return spread({**BUILT, **UNDER_DYNAMO, **REFUSED}[name]()).eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "exporter"), CASES)
 # hooks that put a weight in place
 @pytest.mark.filterwarnings("ignore:The tensor attribute self:UserWarning")

@@ -26,6 +26,7 @@ def sparse(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("begun", [b"", b"before"])
 def test_every_range_is_copied(sparse, tmp_path, monkeypatch, kernel, begun):

@@ -257,6 +257,7 @@ class TestFolders:
             )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="file permissions bind the program by prctl"
 )

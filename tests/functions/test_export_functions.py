@@ -116,6 +116,7 @@ def decoder(request, tmp_path_factory):
 # --- what is written --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_layers_are_calls_of_one_function_with_their_weights_as_inputs(decoder):
     model = ir.from_proto(decoder.nested)
     name = decoder.layer.__name__

@@ -116,6 +116,7 @@ def encoder():
     return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
 
 
+@pytest.mark.long
 def test_arithmetic_on_sizes_that_torch_does_once_belongs_to_all_layers():
     model = encoder()
     for parameter in model.parameters():

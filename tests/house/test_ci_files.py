@@ -81,6 +81,7 @@ def act(folder: Path, **inputs: str) -> dict[str, int]:
 
 @needs_bash
 class TestAction:
+    @pytest.mark.long
     def test_everything_holds_and_the_pages_are_kept(self, folder):
         inputs = {
             "before": "net.onnx",
@@ -158,6 +159,7 @@ class TestAction:
         assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == used
 
 
+@pytest.mark.long
 def test_hooks_run_as_they_stand(folder):
     hooks = {hook["id"]: hook for hook in read(".pre-commit-hooks.yaml")}
     arguments = {

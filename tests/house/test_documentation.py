@@ -241,6 +241,7 @@ def prose_lines(page: Path) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith(("    ", "#", "<!--"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "page",
     [

@@ -111,6 +111,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_formula_is_one_file(said):
     assert said["cost"] == [7, {}]
 

@@ -18,6 +18,7 @@ from tests import screens
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "view.ipynb"
 
 
+@pytest.mark.long
 def test_every_cell_of_the_notebook_runs_and_what_it_shows_can_be_drawn(tmp_path, monkeypatch):
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     monkeypatch.chdir(tmp_path)

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import htp_export
 
 ROOT = Path(htp_export.__file__).parents[1]
@@ -58,6 +60,7 @@ def faults(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_the_package_has_none():
     planted = "a.read_text() a.write_text(b) a.open('w') a.open('wb') a.write_text(b, encoding='utf-8', newline='')"
     assert [len(faults(each)) for each in planted.replace(", ", ",").split()] == [1, 2, 1, 0, 0]

@@ -39,6 +39,7 @@ def exported(request: pytest.FixtureRequest, shared_files: SharedFiles) -> Any:
     return model, file, files
 
 
+@pytest.mark.long
 def test_names_and_axes_are_those_of_optimum(exported):
     model, _, files = exported
     graph = files["model"].model.graph

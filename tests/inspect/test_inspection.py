@@ -93,6 +93,7 @@ class Counted(nn.Module):
         )
 
 
+@pytest.mark.long
 def test_every_layer_with_multiply_adds_counts_as_in_the_onnx_file():
     model = spread(Counted())
     x = torch.randn(2, 4, 9)
@@ -211,6 +212,7 @@ class GivenAndChosen(Given):
         return y * 2 if y.sum().item() > 0 else y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("net", "way"), [(GivenAndWatched, "torch.fx"), (GivenAndChosen, "dynamo")]
 )
@@ -223,6 +225,7 @@ def test_modules_that_give_back_their_input_are_identities(net, way):
     assert fates == dict.fromkeys(("nothing", "both", "both.0", "both.1"), "identity")
 
 
+@pytest.mark.long
 def test_what_symbolic_tracing_gets_wrong_is_refused():
     model = spread(traceless.Deceiving())
     inspected = htp_export.inspect(model, torch.randn(2, 4))
@@ -232,6 +235,7 @@ def test_what_symbolic_tracing_gets_wrong_is_refused():
     check_tree(inspected, model)
 
 
+@pytest.mark.long
 def test_a_branch_that_depends_on_data_is_got_by_dynamo():
     model = spread(traceless.WithChoosing())
     x = torch.rand(2, 4)
@@ -261,6 +265,7 @@ def test_a_branch_that_depends_on_data_is_got_by_dynamo():
     assert set(inspected.model.graph.initializers) == set(dict(model.named_parameters()))
 
 
+@pytest.mark.long
 def test_a_detector_with_non_maximum_suppression_is_got_by_dynamo(detector):
     model, inspected = detector
     lines = [line_of(traceless.keep_best, text) for text in ("while order", "low =")]
@@ -301,6 +306,7 @@ def test_a_loop_over_numbers_breaks_a_graph_and_loses_none():
     check_tree(inspected, model)
 
 
+@pytest.mark.long
 def test_a_function_that_runs_and_is_in_no_graph_is_a_break(capfd):
     model = spread(traceless.SearchingDetector())
     inspected = htp_export.inspect(model, torch.randn(1, 3, 16, 16))
@@ -326,6 +332,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[1])
 
 
+@pytest.mark.long
 def test_dynamo_does_without_symbols_for_data_where_it_fails_with_them():
     class Trims(traceless.WithHead):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -415,6 +422,7 @@ def test_dynamo_keeps_nothing_of_an_inspection():
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_a_failure_inside_dynamo_leaves_the_model_as_it_was():
     class Counts(nn.Module):
         runs: torch.Tensor
@@ -438,6 +446,7 @@ def test_a_failure_inside_dynamo_leaves_the_model_as_it_was():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.long
 def test_a_compiled_model_is_left_to_its_compiler():
     class Chosen(Holding, relu=nn.ReLU()):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -469,6 +478,7 @@ def test_a_graph_of_torch_operators_is_not_written(orthogonal, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_arguments_are_taken_by_keyword_and_the_model_stays_as_it_was():
     model = spread(nn.Sequential(traceless.WithOrthogonal(), nn.BatchNorm1d(3)))
     model.train()
@@ -483,6 +493,7 @@ def test_arguments_are_taken_by_keyword_and_the_model_stays_as_it_was():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_run_has_no_graph():
     with pytest.raises(
         InputError,
@@ -497,6 +508,7 @@ def test_weights_of_a_graph_are_the_models_own_memory(orthogonal):
     assert np.shares_memory(weight.numpy(), model.get_parameter("head.weight").detach().numpy())
 
 
+@pytest.mark.long
 def test_views_take_no_memory_of_their_own():
     class Views(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
@@ -549,6 +561,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_models"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", quick(["tree", "cost", "view"], "cost", "view"))
 def test_commands_take_an_entry_and_say_which_way(command, factories, capsys):
     more = ["--no-explorer"] if command == "view" else []
@@ -567,11 +580,13 @@ def test_commands_take_an_entry_and_say_which_way(command, factories, capsys):
     assert "htp-export: onnx stopped in module orthogonal" in shown.err
 
 
+@pytest.mark.long
 def test_what_a_model_prints_is_not_in_the_result(factories, capsys):
     assert main(["tree", "--entry", f"{factories}:prints", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["way"] == "torch.export"
 
 
+@pytest.mark.long
 def test_commands_take_a_model_type(capsys):
     small = [
         "hidden_size=16",

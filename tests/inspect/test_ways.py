@@ -80,6 +80,7 @@ class Timed(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.long
 def test_a_model_in_eight_graphs_lists_them_and_its_page_draws_all_connected():
     model, x = Timed().eval(), torch.randn(2, 4)
     inspected = htp_export.inspect(model, x, way="dynamo")
@@ -101,6 +102,7 @@ def test_a_model_in_eight_graphs_lists_them_and_its_page_draws_all_connected():
     assert "all 8 graphs" in htp_export.view(inspected).html
 
 
+@pytest.mark.long
 def test_parameters_that_dynamo_makes_inputs_count_for_their_modules():
     transformers = pytest.importorskip("transformers")
     config = transformers.CLIPVisionConfig(

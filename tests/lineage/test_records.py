@@ -81,6 +81,7 @@ def test_the_recorded_value_replaces_a_tensor_of_which_another_consumer_reads_a_
     assert new.metadata_props["htp.reason"] == first.metadata_props["htp.reason"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rewired", [False, True])
 def test_a_pass_that_changes_the_model_and_reports_no_change_is_found(tagged, monkeypatch, rewired):
     def lie(_: object, model: ir.Model) -> ir.passes.PassResult:
@@ -170,6 +171,7 @@ def tried(
                 continue
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", QUICK)
 def test_passes_and_commands_do_what_they_record(name, tmp_path):
     tried(name, "dynamo", tmp_path, OPERATIONS)

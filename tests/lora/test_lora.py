@@ -518,6 +518,7 @@ def test_modules_that_multiply_in_other_ways_are_left_out(exporter, tmp_path):
         htp_export.lora.insert(file, "mix")
 
 
+@pytest.mark.long
 @BOTH
 def test_attention_that_is_one_module_is_verified_beside_adapters(exporter, tmp_path):
     layer = spread(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()

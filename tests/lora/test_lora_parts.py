@@ -38,6 +38,7 @@ def lora_of(file: Path) -> dict[str, float]:
     return read_lora({entry.key: entry.value for entry in onnx.load(file).metadata_props})
 
 
+@pytest.mark.long
 @PARTS
 def test_an_extracted_layer_takes_its_adapter(parts):
     model, folder = parts

@@ -212,6 +212,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "exporter", "settings", "parameters"), CASES)
 def test_the_fused_model_is_the_one_that_peft_merges(
     name, exporter, settings, parameters, exported, tmp_path
@@ -232,6 +233,7 @@ def test_the_fused_model_is_the_one_that_peft_merges(
     assert [node.name for node in fused.nodes] == [node.name for node in plain.nodes]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)]
 )
@@ -258,6 +260,7 @@ def test_parameters_that_were_equal_are_trained_apart(exporter, tmp_path):
     }
 
 
+@pytest.mark.long
 def test_what_cannot_be_fused_is_refused_with_what_to_do(exported, tmp_path, monkeypatch):
     torch.manual_seed(0)
     normed = spread(convolutions(nn.BatchNorm2d(8))).eval()

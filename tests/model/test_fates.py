@@ -23,6 +23,7 @@ def of_type(file: onnx.ModelProto, op_type: str) -> list[dict[str, str]]:
 # --- calls, owners, reasons ---------------------------------------------------
 
 
+@pytest.mark.long
 @BOTH
 def test_calls_of_a_repeated_module_have_numbers_and_no_others_have(exporter, shared_files):
     tree = tree_of(shared_files.read("loop_of_three", exporter))
@@ -40,6 +41,7 @@ def test_calls_of_a_repeated_module_have_numbers_and_no_others_have(exporter, sh
         ] == expected, name
 
 
+@pytest.mark.long
 @BOTH
 def test_a_merged_node_has_its_owners_in_order_of_execution_and_the_module_around_them(
     exporter, shared_files
@@ -79,6 +81,7 @@ def test_order_of_execution_is_not_order_of_registration(exporter, tmp_path):
     assert cast["htp.module"] == cast["namespace"] == ""
 
 
+@pytest.mark.long
 def test_calls_in_branches_are_counted_with_those_outside(shared_files):
     file = shared_files.read("outside_and_in_a_branch", "dynamo")
     assert tree_of(file)["block"]["calls"] == tree_of(file)["block.rest.1"]["calls"] == 3
@@ -101,6 +104,7 @@ SEVERAL = (
 REASONS = {"scope", "shared", "fused", "flow", "parameters"}
 
 
+@pytest.mark.long
 @BOTH
 @pytest.mark.parametrize("name", SEVERAL)
 def test_every_node_and_the_model_keep_to_the_format(name, exporter, shared_files):
@@ -164,6 +168,7 @@ def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own
     assert all("pkg.torch.onnx.fx_node" in metadata(node) for node in file.graph.node)
 
 
+@pytest.mark.long
 @BOTH
 def test_metadata_is_under_150_bytes_a_node_on_average(exporter, shared_files):
     file = shared_files.read("transformer_encoder", exporter)
@@ -197,6 +202,7 @@ class Swaps(Holding, body=nn.Sequential(OrderedDict(fc=nn.Linear(4, 4))), act=nn
         return self.act(self.body(y - 1)).tanh()
 
 
+@pytest.mark.long
 @BOTH
 def test_a_module_that_is_put_in_place_while_the_model_runs_is_computed(exporter, tmp_path):
     files = []

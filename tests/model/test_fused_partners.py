@@ -66,6 +66,7 @@ def partners(model: Any) -> dict[str, tuple[str, ...]]:
     return {path: tree[path].fused_with for path in tree if tree[path].fate == "fused"}
 
 
+@pytest.mark.long
 @BOTH
 @pytest.mark.parametrize(
     "count", [14, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3, 8))]

@@ -162,6 +162,7 @@ class TestParameters:
             != found.parameters["weight_hh_l0"].initializers
         )
 
+    @pytest.mark.long
     @BOTH
     def test_the_directions_of_a_recurrent_layer_are_joined(self, exporter, tmp_path):
         model = spread(nn.LSTM(3, 4, num_layers=2, bidirectional=True)).eval()
@@ -303,6 +304,7 @@ class TestOtherFiles:
         assert [(node.reason, node.parameters) for node in calls] == [("function", ())] * 2
         assert [node.modules for node in nested.parameters["1.0.weight"].nodes] == [("0.0", "1.0")]
 
+    @pytest.mark.long
     def test_nodes_in_branches_say_which_node_holds_them(self, shared_files):
         mapped = htp_export.nodes(shared_files.net("modules_in_branches", "dynamo"))
         [holder] = [node for node in mapped.nodes if node.operator == "If"]

@@ -94,6 +94,7 @@ def unmerged(net: nn.Module, file: Path) -> Path:
     return file
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "level"),
     quick(

@@ -176,6 +176,7 @@ def broken(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> str:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)]
 )
@@ -262,6 +263,7 @@ OVERFLOWS: dict[str, tuple[str, str, str, float]] = {
 """Name → the shape of the input, constants, nodes, and the value of all elements of the input."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", OVERFLOWS)
 def test_no_pass_changes_what_is_finite_by_an_overflow(case):
     shape, constants, body, value = OVERFLOWS[case]

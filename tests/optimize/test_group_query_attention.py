@@ -148,6 +148,7 @@ def runs(session: Any, mask: npt.NDArray[np.int64], made: list[int]) -> list[dic
     return found
 
 
+@pytest.mark.long
 def test_logits_and_cache_stay_for_every_mask(family):
     """Prefill, single tokens, and several tokens at once, of a batch of texts."""
     before, after = family.session("model"), family.session("fused")
@@ -226,6 +227,7 @@ def test_costs_count_the_node_as_its_parts(family):
     assert after.modules[""].flops == pytest.approx(before.modules[""].flops, rel=0.1)
 
 
+@pytest.mark.long
 def test_past_and_present_share_a_buffer_in_genai(family):
     pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
     config = genai_config(

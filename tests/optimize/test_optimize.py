@@ -514,6 +514,7 @@ def test_copies_that_a_pass_of_the_user_removes_are_the_work_of_nobody(passes):
     assert owners(optimized.model) == {"h": ("a",), "y": ("b",)}
 
 
+@pytest.mark.long
 @BOTH
 @pytest.mark.parametrize(
     "make",
@@ -674,6 +675,7 @@ def real(tmp_path_factory):
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "exporter", [pytest.param("torchscript", marks=pytest.mark.slow), "dynamo"]
 )
@@ -725,6 +727,7 @@ def test_group_normalization_stays_one_that_every_machine_can_run(exporter, tmp_
     assert set(result.model.opset_imports) <= {"", "com.microsoft"}
 
 
+@pytest.mark.long
 def test_a_product_turns_no_batch_where_onnxruntime_cannot(tmp_path):
     """Factors of a FusedMatMul with transBatchA have equal ranks; onnxscript's rules do not ask for that.
 
@@ -759,6 +762,7 @@ def test_a_tensor_that_is_returned_twice_still_is(exporter, tmp_path):
     assert [node.op_type for node in small.graph] == [node.op_type for node in before.graph.node]
 
 
+@pytest.mark.long
 def test_changes_of_layout_around_fused_attention_go(tmp_path):
     """onnxscript's rules leave out the shape of what an attention gives; without it such changes seem to be needed."""
     from transformers import WhisperConfig

@@ -64,6 +64,7 @@ OPERATORS = ("Softmax", "LogSoftmax", "Gelu", "Gelu", "RMSNormalization", "Layer
 FOR_ONNXRUNTIME = {"RMSNormalization": "SimplifiedLayerNormalization"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("exporter", "opset"), [("dynamo", 23), ("torchscript", 20)])
 def test_each_function_is_one_operator_of_its_module_and_agrees_with_pytorch(
     exporter, opset, tmp_path

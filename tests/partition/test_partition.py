@@ -112,6 +112,7 @@ SWEEP = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "count"), SWEEP)
 def test_stages_agree_with_the_whole_and_are_valid_models(exported, name, count, tmp_path):
     file, inputs = exported(name)
@@ -251,6 +252,7 @@ def test_one_stage_is_the_whole_and_layers_stay_whole_where_that_costs_little(ex
     ]
 
 
+@pytest.mark.long
 def test_what_has_no_parameters_and_what_lies_inside_a_heavy_layer_can_be_cut_too():
     light = nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Softplus()).eval()
     found = htp_export.partition(htp_export.export(light, (x(1, 4),), verbose=False), 3)
@@ -274,6 +276,7 @@ def test_a_profile_can_be_balanced_by_and_so_can_numbers_of_outer_modules_alone(
     assert by_layers.stages[1].modules[0] == "encoder.layer.2"
 
 
+@pytest.mark.long
 def test_stages_can_be_balanced_by_flops_if_no_dimension_is_open():
     """The first convolution has few weights and most of the work."""
     net = spread(

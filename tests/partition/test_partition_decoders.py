@@ -179,6 +179,7 @@ def caches_of(parts: htp_export.results.Partition) -> list[set[str]]:
     return [set(stage.inputs) & set(NAMES) for stage in parts.stages]
 
 
+@pytest.mark.long
 def test_each_stage_has_the_caches_of_its_own_layers(file):
     """The first one, which has no layer, reads the length of the past from the cache that the model reads it from."""
     parts = htp_export.partition(file, ["layers.0", "layers.1", "layers.2"])

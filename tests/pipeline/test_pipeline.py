@@ -206,6 +206,7 @@ class Branches(Holding, linear=nn.Linear(4, 4)):
         return torch.cond(x.sum() > 0, lambda x: self.linear(x) * 0.1, lambda x: x - 0.3, (x,))
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_models_with_branches_and_functions_are_known_again(tmp_path):
     file, output = tmp_path / "net.onnx", tmp_path / "out.onnx"

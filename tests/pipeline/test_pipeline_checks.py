@@ -105,6 +105,7 @@ def test_every_check_takes_options_of_its_step():
             assert set(inspect.signature(check).parameters) <= set(kind.parameters), (name, check)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("step", "message"), WRONG, ids=str)
 def test_values_are_checked_before_the_first_step(
     step, message, net, tmp_path, monkeypatch, capsys

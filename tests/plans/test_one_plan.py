@@ -212,6 +212,7 @@ def test_sensitivity_lists_a_merged_batch_norm_once(merged):
     assert all(row["int8"].alone and row["int8"].all_but for row in found.modules.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("which", "space", "options"),
     [

@@ -32,6 +32,7 @@ def test_every_plug_in_is_tried():
     assert {name for _, name in PLUG_INS} == {"nncf", "openvino", "ray", "tensorrt", "triton"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("capability", "name"), PLUG_INS)
 def test_a_plug_in_that_is_absent_is_an_input_error(capability, name, tmp_path, monkeypatch):
     for module in [module for module in sys.modules if module.startswith("htp_export_plugins.")]:

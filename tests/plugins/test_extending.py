@@ -54,6 +54,7 @@ def run(site: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.long
 def test_its_command_is_one_of_the_program(site, file):
     ended = run(
         site,
@@ -87,12 +88,14 @@ def test_its_command_is_one_of_the_program(site, file):
     )
 
 
+@pytest.mark.long
 def test_the_help_lists_it_below_its_heading(site):
     lines = run(site, "--help").stdout.splitlines()
     cut = lines[lines.index("Cut:") :]
     assert any(line.split()[:2] == ["clip", "Limit"] for line in cut[: cut.index("")])
 
 
+@pytest.mark.long
 def test_its_errors_are_those_of_the_program(site, file):
     before = file.read_bytes()
     ended = run(site, "clip", file, "nowhere", "-o", file.with_name("out.onnx"))
@@ -106,6 +109,7 @@ def test_its_errors_are_those_of_the_program(site, file):
     assert not file.with_name("out.onnx").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "problem"),
     every(

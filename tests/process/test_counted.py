@@ -34,6 +34,7 @@ class TestCounted:
             list(counted([1], "others"))
         assert told == [("rows", 0, 2), ("others", 0, 1), ("others", 1, 1)]
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("work", "what"),
         [

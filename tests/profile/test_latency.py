@@ -90,6 +90,7 @@ def assert_adds_up(report: Profile) -> None:
 
 
 class TestRealModels:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("name", "exporter"),
         [
@@ -108,6 +109,7 @@ class TestRealModels:
         assert_adds_up(report)
         assert set(report.modules) == set(htp_export.load(exported(name, exporter)).paths)
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "level", ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED"]
     )
@@ -136,6 +138,7 @@ class TestRealModels:
         assert norm.fused_ms == pytest.approx(norm.total_ms)
         assert report.modules[output].fused_ms == 0
 
+    @pytest.mark.long
     @BOTH
     def test_a_convolution_that_adds_and_clips_belongs_to_the_block_and_its_activation_too(
         self, exported, exporter

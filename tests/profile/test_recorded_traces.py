@@ -62,6 +62,7 @@ def kernel_ms(trace: Path, run: int) -> float:
 
 @BOTH
 class TestRecorded:
+    @pytest.mark.long
     @pytest.mark.parametrize("level", ["ORT_ENABLE_ALL", "ORT_ENABLE_BASIC", "ORT_DISABLE_ALL"])
     def test_every_kernel_of_every_level_has_its_module(self, file, level, exporter):
         trace = recorded(file, level)
@@ -110,6 +111,7 @@ class TestRecorded:
             for note in found.notes
         )
 
+    @pytest.mark.long
     def test_commands_and_the_page_read_it(self, file, tmp_path, capsys, exporter):
         trace = recorded(file, "ORT_ENABLE_ALL")
         assert main(["profile", str(file), "--measured", str(trace), "--json"]) == 0
@@ -137,6 +139,7 @@ GOOD = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

@@ -109,6 +109,7 @@ def test_two_of_four_neighbours_stay_along_the_axis_that_is_summed(exporter, tmp
     assert htp_export.verify(model, tmp_path / "pruned.onnx", (), words()).ok
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("given", "same"), [("1:999999999", "1:40"), ("999999998:999999999", 0.0)])
 def test_a_group_that_is_larger_than_a_row_is_the_row(given, same, tmp_path):
     net = composed(lambda self, x: self.fc(x), fc=torch.nn.Linear(40, 4))

@@ -101,6 +101,7 @@ NETS: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor], list[str]]]
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "exporter"),
     [
@@ -145,6 +146,7 @@ def multi_query(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.out(made.transpose(1, 2).reshape(batch, length, 8))
 
 
+@pytest.mark.long
 @BOTH
 def test_a_head_of_those_that_share_expanded_keys_is_cut(exporter, tmp_path):
     layers = {

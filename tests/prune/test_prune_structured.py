@@ -84,6 +84,7 @@ def convolutions() -> Any:
     )
 
 
+@pytest.mark.long
 @BOTH
 def test_channels_are_cut_through_the_graph(exporter, tmp_path):
     torch.manual_seed(0)
@@ -206,6 +207,7 @@ def test_heads_are_cut(is_open, groups, exporter, tmp_path):
     assert result.modules["layers.1.attention"].sparsity == 0
 
 
+@pytest.mark.long
 @DYNAMO
 def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter, tmp_path):
     torch.manual_seed(0)
@@ -262,6 +264,7 @@ def test_residual_blocks_are_removed(exporter, tmp_path):
     assert untagged(onnx.load(tmp_path / "cut.onnx")) == []
 
 
+@pytest.mark.long
 def test_a_block_whose_output_is_that_of_the_model_is_removed(tmp_path):
     torch.manual_seed(0)
     model, kwargs = spread(nn.Sequential(block(), block())).eval(), {"input": x(2, 4, 12)}
@@ -366,6 +369,7 @@ def transformer_layer() -> tuple[nn.Module, dict[str, Any], str, str, int]:
     return model, {"src": x(1, 5, 16)}, "self_attn", "self_attn.out_proj", 1
 
 
+@pytest.mark.long
 @DYNAMO
 @pytest.mark.parametrize("make", [pytest.param(gpt2, marks=pytest.mark.slow), transformer_layer])
 def test_heads_of_merged_projections_are_cut(make, exporter, tmp_path):

@@ -79,6 +79,7 @@ def test_ranges_are_those_of_onnx_runtime_on_all_runs_at_once(method, symmetric,
         assert {name: (low.item(), high.item()) for name, (low, high) in found.items()} == alone
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", _WAYS)
 @pytest.mark.parametrize("precision", ["int8", "u8s8", "uint8", "int16"])
 def test_results_are_as_near_as_those_of_onnx_runtime_in_any_order(precision, method, tmp_path):

@@ -127,6 +127,7 @@ def product_of_unit(file: Path, module: str) -> Any:
     return session.run(None, {"x": np.eye(product.attributes["K"].as_int(), dtype=np.float32)})[0].T
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_the_file_has_the_numbers_of_the_checkpoint(case, files, tmp_path):
     source, net = checkpoint(tmp_path / "source", case)
@@ -356,6 +357,7 @@ def packed_decoder(folder: Path, method: str) -> tuple[Path, nn.Module]:
     ), model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
 def test_a_quantized_folder_is_exported_with_its_weights_and_verified(method, tmp_path, capsys):
     folder, model = packed_decoder(tmp_path / "packed", method)
@@ -393,6 +395,7 @@ def test_a_quantized_folder_is_exported_with_its_weights_and_verified(method, tm
     assert htp_export.verify(model, file, kwargs=call).ok
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_gguf_file_is_exported_with_its_blocks_and_verified(tied, tmp_path, capsys):
     from transformers import LlamaForCausalLM

@@ -43,6 +43,7 @@ def exported(
     return file
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_weights_of_convolutions_and_tables_have_8_bits(tmp_path, symmetric):
     ids = np.arange(14, dtype=np.int64).reshape(2, 7)
@@ -120,6 +121,7 @@ def test_an_lstm_that_is_called_twice_has_its_integers_once(tmp_path):
     assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "weight"), [((5, 16), (3, 16, 8)), ((3, 5, 16), (3, 16, 8)), ((5, 8, 16), (16,))]
 )
@@ -161,6 +163,7 @@ print(json.dumps([peak.own - before, result.modules[""].bytes_before, result.mod
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="memory is counted otherwise elsewhere"
 )

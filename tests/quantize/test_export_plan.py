@@ -125,6 +125,7 @@ def bits_of(model: onnx.ModelProto, attribute: str = "bits") -> dict[str, int]:
 
 
 class TestOnnxRuntime:
+    @pytest.mark.long
     @BOTH
     def test_static_quantization_takes_exactly_the_planned_products(
         self, files, exporter, tmp_path

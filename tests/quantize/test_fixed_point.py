@@ -86,6 +86,7 @@ def everywhere(model: object) -> list[np.ndarray]:
     return [*found, evaluated]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_float_is_rounded_as_pytorch_does(width):
     """Ties, both ends, and numbers far beyond, in each width with each of its fractions."""
@@ -107,6 +108,7 @@ def test_every_float_is_rounded_as_pytorch_does(width):
             np.testing.assert_array_equal(found, expected, f"{width}.{fraction}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_stored_weight_is_rounded_as_pytorch_does(width):
     """Ties and both ends, as for inputs."""
@@ -121,6 +123,7 @@ def test_a_stored_weight_is_rounded_as_pytorch_does(width):
         np.testing.assert_array_equal(found, expected, f"{width}.{fraction}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(
     "formats", [((8, 4), (6, 2), (16, 8)), ((4, 2), (5, 4), (7, 7)), ((12, 6), (8, 6), (9, 3))]
@@ -147,6 +150,7 @@ def test_a_network_is_that_of_pytorch_bit_for_bit(exporter, formats, files, tmp_
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", WIDTHS)
 def test_weights_and_biases_are_those_of_pytorch_in_every_width(width, files):
     for fraction in {0, width // 2, width}:
@@ -244,6 +248,7 @@ def recurrent(kind: type[nn.Module]) -> nn.Module:
     return spread(net.eval())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("kind", quick([nn.LSTM, nn.GRU], nn.LSTM))
 @pytest.mark.filterwarnings("ignore")  # torch, about attributes of recurrent layers

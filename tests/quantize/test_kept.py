@@ -391,6 +391,7 @@ class TestFailures:
         assert result == sum(number for number in numbers if number % 3)
         assert len(tried) < 300
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("precision", "method"),
         quick([("u8s8", "static"), ("int4", "weights")], ("int4", "weights")),

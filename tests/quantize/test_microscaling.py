@@ -123,6 +123,7 @@ def dequantized(model: ir.Model) -> dict[tuple[int, ...], np.ndarray]:
     return {each.shape: each for each in found}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exporter", quick(EXPORTERS, "dynamo", "torchscript"))
 @pytest.mark.parametrize("e8m0", [False, True])
 @pytest.mark.parametrize("name", FORMATS)

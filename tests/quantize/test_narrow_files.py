@@ -58,6 +58,7 @@ _LIMITS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "precision",
     every(2, [

@@ -271,6 +271,7 @@ _PRECISIONS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", CASES, ids=str)
 def test_an_attribute_means_the_same_in_every_precision(row):
     model = row.model

@@ -58,6 +58,7 @@ def tied_file(folder: Path) -> Path:
     return written(net, (torch.randn(2, 3, 32),), folder / "tied.onnx", "torchscript", ["x"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("chosen", "exporter"),

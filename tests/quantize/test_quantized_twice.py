@@ -42,6 +42,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {each: written(net, given, folder / f"{each}.onnx", each, ["x"]) for each in EXPORTERS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "exporter"), quick(itertools.product(PRECISIONS, EXPORTERS), *_QUICK.items())
 )

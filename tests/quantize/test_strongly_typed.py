@@ -363,6 +363,7 @@ def test_a_decoder_with_a_cache_in_fp16_generates_the_same_tokens(tmp_path):
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
+@pytest.mark.long
 @BOTH
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -396,6 +397,7 @@ def sized(self: Any, ids: torch.Tensor) -> torch.Tensor:
     return self.head(self.after(y).reshape(y.shape[0], y.shape[1], 8))
 
 
+@pytest.mark.long
 @BOTH
 @pytest.mark.parametrize("chosen", ["body", "after", "head"])
 def test_sizes_are_read_of_the_tensor_that_was_there(chosen, exporter, tmp_path):

@@ -60,6 +60,7 @@ def names_in(model: ir.Model) -> list[str]:
     return [str(value.name) for value in all_values(model.graph)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("taken", every(3, _TAKEN))
 def test_numbers_are_right_and_names_are_unique_and_the_users(taken):
     given = model(taken, _TAKEN[_TAKEN.index(taken) - 1])

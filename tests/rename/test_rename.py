@@ -283,6 +283,7 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     assert node_names(htp_export.load("torch.onnx").model) == BLOCKS
 
 
+@pytest.mark.long
 def test_the_command_export_names_too(tmp_path):
     file = str(tmp_path / "net.onnx")
     entry = ["export", "--entry", "examples.net:make", "-o", file, "--quiet"]

@@ -88,8 +88,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]],
         program = htp_export.export(model, args, verbose=False)
         htp_export.contamination(program)
         htp_export.verify(model, program, args)
+        htp_export.search(built, {"width": [2, 4]}, trials=2)
         draws += ["functions of models"] * (random_states() != before)
     return found, draws
+
+
+def built(choice: dict[str, int]) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A candidate of a search over architectures."""
+    return torch.nn.Linear(2, choice["width"]), torch.ones(1, 2)
 
 
 def random_states() -> list[str]:
@@ -102,6 +108,7 @@ def random_states() -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_no_command_draws_from_the_generators_of_the_process(run):
     assert run[1] == []
 

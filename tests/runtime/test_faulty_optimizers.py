@@ -114,6 +114,7 @@ def at_risk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantized
 
 
+@pytest.mark.long
 def test_sessions_of_the_package_survive(at_risk, tmp_path):
     assert can_crash(ir.load(at_risk))
     code = """

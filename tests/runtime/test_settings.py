@@ -136,5 +136,6 @@ def loose() -> Iterator[str]:
                 yield node.name
 
 
+@pytest.mark.long
 def test_only_public_functions_have_settings_as_parameters():
     assert set(loose()) == {name for name in RUNNING if len(settings_of(name)) >= 3}

@@ -81,6 +81,7 @@ def test_without_the_provider_it_says_which_there_are_and_ends_with_status_2(cap
     assert gpu.main(["--provider", "NoSuchExecutionProvider"]) == 2
 
 
+@pytest.mark.long
 def test_every_step_runs_and_writes_markdown(capsys):
     assert gpu.main(["--provider", "cpu", *SMALL]) == 0
     lines = capsys.readouterr().out.splitlines()

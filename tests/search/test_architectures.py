@@ -140,6 +140,7 @@ def test_both_exporters_have_the_same_parts(monkeypatch):
     assert all(timed)
 
 
+@pytest.mark.long
 def test_settings_shapes_and_inputs_tell_parts_apart():
     class Scale(nn.Module):
         def __init__(self, factor: float, twice: bool = False) -> None:

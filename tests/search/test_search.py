@@ -413,6 +413,7 @@ class TestSearch:
             )
         assert brief(file, data[:1], storage=storage, study="another", trials=5).trials
 
+    @pytest.mark.long
     def test_the_page_runs_as_it_stands(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         page, names = ROOT / "docs" / "search.md", dict[str, Any]()

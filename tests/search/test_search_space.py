@@ -135,6 +135,7 @@ class TestChoices:
 
 
 class TestPlans:
+    @pytest.mark.long
     def test_values_are_those_of_prune_and_then_quantize(self, file, data, found):
         measurer = Measurer(
             htp_export.load(file), Samples.of(RunSettings(data), htp_export.load(file).model)

@@ -34,6 +34,7 @@ def places(tagged: htp_export.TaggedModel) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 @BOTH
 @pytest.mark.parametrize(
     "name", ["conv_bn_relu", "cond", "modules_in_branches", "two_parents_in_a_loop"]
@@ -118,6 +119,7 @@ class Scans(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
         return state + rows.sum(0)
 
 
+@pytest.mark.long
 def test_a_tap_in_a_scan_has_what_each_step_gave_and_without_it_the_file_is_as_before(tmp_path):
     model, x, file = ready(Scans()), torch.linspace(-1, 1, 12).reshape(3, 4), tmp_path / "scan.onnx"
     htp_export.export(model, (x,), file, dynamo=True, verbose=False)

@@ -202,6 +202,7 @@ FAMILIES = [
 CASES = [(family, exporter) for family in FAMILIES for exporter in ("dynamo", "torchscript")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "exporter"), quick(CASES, ("bert", "dynamo")))
 def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(
     family, exporter, made

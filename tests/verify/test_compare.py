@@ -247,6 +247,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wrong", quick(["blocks.0.up", "blocks.4.act", "blocks.7.down", "head"], "blocks.4.act")
 )
@@ -317,6 +318,7 @@ def test_tensors_that_a_tap_put_together_are_those_of_their_modules(file, axis, 
     assert result.modules["blocks.2.up"].status == ("agrees" if axis == -1 else "not compared")
 
 
+@pytest.mark.long
 def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(
     shared_files, tmp_path, capsys
 ):

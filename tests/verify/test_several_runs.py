@@ -87,6 +87,7 @@ def test_the_commands_take_a_factory_of_several_runs(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["runs"] == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factory", ["model_and_inputs", "Net"])
 def test_a_factory_that_returns_a_model_is_told_from_one_that_returns_data(factory, tmp_path):
     file = exported_to(tmp_path / "net.onnx", spread(Net()).eval(), {"x": x(2, 8)}, "dynamo")

@@ -110,6 +110,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "exporter"), CASES)
 def test_what_was_exported_agrees_as_a_whole_and_each_module_alone(shared_files, name, exporter):
     model, kwargs = NETS[name].build()
@@ -470,6 +471,7 @@ class Positions(Holding, table=nn.Embedding(4, 8)):
         return x + self.table(torch.arange(x.shape[1]))
 
 
+@pytest.mark.long
 @BOTH
 def test_parameters_are_read_where_pytorch_reads_them(tmp_path, shared_files, exporter):
     """Also where two modules share one, or the TorchScript exporter merges equal ones under one name."""
@@ -544,6 +546,7 @@ class Scaled(Holding, scale=nn.Parameter(torch.rand(32) + 0.5)):
         return (x.float() * self.scale.float()).to(x.dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_float_types_are_compared_in_their_own_precision(tmp_path, dtype):
     model, kwargs = (

@@ -146,6 +146,7 @@ def of_sum(total: float) -> torch.Tensor:
     return given - given.mean() + total / given.numel()
 
 
+@pytest.mark.long
 @MODES
 @pytest.mark.parametrize(
     ("total", "numbers", "not_taken"),
@@ -310,6 +311,7 @@ def test_a_file_without_signatures_shows_nothing(right, tmp_path):
     assert contradictions(htp_export.load(file)) == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize(
     "name", ["zeros_of_the_same_size", "input_beside_something_new", "loop_of_three", "cells"]

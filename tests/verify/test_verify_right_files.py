@@ -239,6 +239,7 @@ def test_a_graph_module_and_its_copy_stand_for_the_model(tmp_path):
 # --- half precision ---------------------------------------------------
 
 
+@pytest.mark.long
 def test_files_in_half_precision_are_compared_with_its_tolerance_which_is_said_once(tmp_path):
     model, args = stack(), (x(3, 8),)
     file = file_of(model, args, tmp_path)

@@ -325,6 +325,7 @@ class Half(Holding, good=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReL
         return self.bad(self.good(x))
 
 
+@pytest.mark.long
 def test_a_model_that_exports_in_parts_shows_them_with_their_costs_and_what_failed(
     without_dynamo, capsys
 ):
@@ -410,6 +411,7 @@ def test_a_model_whose_costs_cannot_be_computed_is_drawn_without_them():
     )
 
 
+@pytest.mark.long
 def test_parts_that_are_alike_stand_each_at_their_own_place(without_dynamo):
     shown = htp_export.view(
         torch.nn.Sequential(Half(), Half()).eval(), torch.ones(2, 4), explorer=False

@@ -74,6 +74,7 @@ def test_a_page_of_several_graphs_holds_each_with_its_title_and_note():
     assert second == {"title": HOSTILE, "note": HOSTILE}
 
 
+@pytest.mark.long
 @needs_chromium
 @pytest.mark.parametrize("size", SIZES)
 def test_the_graph_that_is_chosen_is_shown_in_every_part_of_the_page(page, several, size):
@@ -142,6 +143,7 @@ def stored(page: Page, pane: str, width: int, theme: str):
 QUICK = [case for case in screens.SCREENS if "light" in case and 1024 not in case]
 
 
+@pytest.mark.long
 @needs_chromium
 @pytest.mark.parametrize(("pane", "width", "theme"), quick(screens.SCREENS, *QUICK))
 def test_the_page_looks_as_it_did(page, encoder_page, tmp_path, pane, width, theme):

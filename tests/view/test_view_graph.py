@@ -125,6 +125,7 @@ def exact(numbers: dict[str, str], key: str) -> int:
     return int(numbers[key].split("|")[1].split(" ")[1].replace(",", "")) if key in numbers else 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SIZES)
 def test_numbers_on_modules_and_nodes_are_those_of_cost(page, net, size):
     file, costs, tagged = net
@@ -151,6 +152,7 @@ def test_numbers_on_modules_and_nodes_are_those_of_cost(page, net, size):
     assert found[of_query[0]]["flops"] == "1.54k FLOPs|FLOPs 1,536"  # 2 x 12 x 8 x 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SIZES)
 def test_trivial_nodes_are_merged_into_a_neighbour_of_their_module_and_shown_again(page, net, size):
     file, costs, tagged = net
@@ -306,6 +308,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FOLD = "h.0 … h.3"
 
 
+@pytest.mark.long
 def test_the_graph_opens_with_alike_modules_drawn_once(page, blocks):
     open_graph(page, blocks)
     assert labels(page) == ["(root)", "in x", "first", FOLD, *labels(page)[4:]]
@@ -321,6 +324,7 @@ def test_the_graph_opens_with_alike_modules_drawn_once(page, blocks):
     assert "4 modules that are alike" in page.run("document.getElementById('detail').innerText")
 
 
+@pytest.mark.long
 def test_alike_modules_with_others_between_them_are_drawn_each(page, tmp_path):
     htp_export.view(
         Blocks(2, around=True).eval(),

@@ -95,6 +95,7 @@ def start(page: Page, file: Path) -> None:
     page.wait("document.documentElement.dataset.ready")
 
 
+@pytest.mark.long
 def test_the_page_opens_without_an_error_or_a_request(page, net):
     start(page, net)
     assert shown(page)[:3] == ["(root)", "layer.1", "fc"]
@@ -224,6 +225,7 @@ class Tied(torch.nn.Module):
         return self.head(self.mix(self.embed(words)))
 
 
+@pytest.mark.long
 def test_a_tied_weight_has_its_area_once_and_is_marked(page, tmp_path):
     htp_export.view(
         Tied().eval(), (torch.arange(6).reshape(1, 6),), tmp_path / "tied.html", explorer=False
@@ -251,6 +253,7 @@ def test_a_tied_weight_has_its_area_once_and_is_marked(page, tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_model_explorer_unfolds_to_a_module_counts_as_the_page_and_what_is_chosen_in_one_is_chosen_in_the_other(
     page, net
 ):
@@ -294,6 +297,7 @@ def test_model_explorer_unfolds_to_a_module_counts_as_the_page_and_what_is_chose
     assert page.asked == []
 
 
+@pytest.mark.long
 def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
     x = handmade.value(HOSTILE + "x")
     weight = ir.Value(
@@ -372,6 +376,7 @@ def chain(length: int) -> ir.Model:
     return handmade.model([first], nodes, [weight], modules)
 
 
+@pytest.mark.long
 def test_a_page_of_3000_nodes_draws_no_more_rows_than_can_be_seen(page, tmp_path):
     file = tmp_path / "large.html"
     htp_export.view(chain(3000), file, explorer=False)

@@ -175,6 +175,7 @@ def test_selectors_that_are_copied_name_what_is_selected(page, file):
     assert select(found, classes) == [f"layers.{k}.attention.query" for k in (0, 1, 3, 4, 5)]
 
 
+@pytest.mark.long
 def test_commands_that_are_copied_run(page, file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     start(page, file.with_name("net.html"))

@@ -364,6 +364,7 @@ def test_values_that_json_cannot_express_and_large_tensors(monkeypatch):
     }
 
 
+@pytest.mark.long
 @needs_chromium
 def test_the_page_shows_the_values_of_a_tensor_when_it_is_asked_to(page, with_values, tmp_path):
     torch.manual_seed(0)

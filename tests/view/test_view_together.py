@@ -125,6 +125,7 @@ def drawn(page: Page, side: str) -> dict[str, str]:
     )
 
 
+@pytest.mark.long
 @needs_chromium
 def test_a_row_has_the_numbers_of_every_file_and_nothing_where_a_file_has_no_module(page, written):
     start(page, written)

@@ -186,6 +186,7 @@ def check(of: Exported, descendant: str) -> Rebuilt:
     return same
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dynamo"),
     every(2, itertools.product(["layers", "residual", "recurrent"], [True, False])),

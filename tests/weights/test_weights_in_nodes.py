@@ -110,6 +110,7 @@ PRUNED: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRUNED)
 def test_the_same_is_pruned_in_constants_and_initializers(name, files, tmp_path):
     found = []
@@ -160,6 +161,7 @@ CALLS: dict[str, Callable[[Path, Path], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
 def test_the_same_weights_are_found_in_constants_and_initializers(name, files, tmp_path):
     stored, constants = (

@@ -49,7 +49,7 @@ def prune_command(
     ] = False,
     data: DataOption = None,
 ) -> None:
-    """Remove the least important weights of modules, or elements of their outputs."""
+    """Remove weights, channels, heads or activations of modules."""
     from htp_export.capabilities.prune.pruning import prune
     from htp_export.model.tagged import load
 
