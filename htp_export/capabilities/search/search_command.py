@@ -114,7 +114,7 @@ def search_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search for precisions and pruning of modules, or an architecture.
+    """Search for precisions, pruning or an architecture.
 
     The same command in several processes or on several machines, with one --storage, works on one
     study.
