@@ -3,51 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import htp_export
 from htp_export.costs.memory import fusible_traffic
 from tests.graphs import tagged
 from tests.nets import spread
-
-
-class EncoderBlock(nn.Module):
-    """A block as torchvision's ViT has it (BSD-3-Clause): attention and MLP, normalized before."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.self_attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width),
-            nn.GELU(),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.ln_1(x)
-        y, _ = self.self_attention(y, y, y, need_weights=False)
-        y = y + x
-        return y + self.mlp(self.ln_2(y))
-
-
-class Vision(nn.Module):
-    """ViT in torchvision's layout."""
-
-    def __init__(self, image: int, patch: int, width: int, heads: int, layers: int) -> None:
-        super().__init__()
-        tokens = (image // patch) ** 2 + 1
-        self.conv_proj = nn.Conv2d(3, width, patch, patch)
-        self.class_token = nn.Parameter(torch.randn(1, 1, width))
-        self.positions = nn.Parameter(torch.randn(1, tokens, width))
-        self.layers = nn.Sequential(*(EncoderBlock(width, heads) for _ in range(layers)))
-        self.ln, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.conv_proj(x).flatten(2).permute(0, 2, 1)
-        token = self.class_token.expand(x.size(0), -1, -1)
-        x = torch.cat([token, x], 1) + self.positions
-        return self.head(self.ln(self.layers(x))[:, 0])
+from tools.compare_nets import Vision
 
 
 @pytest.mark.torch

@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""Attention as one operation and in steps: the table of ``docs/attention.md``, beside a count that is not ours.
+
+    python tools/attention_table.py             # all seven models, about five minutes
+    python tools/attention_table.py GPT-2       # some of them
+
+The models have their real sizes and random weights; an image or a text of 128 tokens, and for encoder-decoders a second
+one of 16 tokens. "difference" compares the operations of ``attention_report`` with those that ``torch.onnx.export``
+alone translates: they are counted by the classes in torch's own ``nn_module_stack``, without the tags of this package.
+Models that ``torch.fx.symbolic_trace`` can trace are counted by it, too, with attention as one operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.fspath(Path(__file__).parent.parent))
+
+import torch
+
+import htp_export
+from tools.compare_nets import Vision
+
+Built = tuple[torch.nn.Module, dict[str, torch.Tensor]]
+Counts = tuple[int, int]
+"""All operations, and those in attention."""
+
+
+def _ids(name: str, length: int) -> dict[str, torch.Tensor]:
+    return {name: torch.randint(3, 1000, (1, length))}
+
+
+def _vit(patch: int, width: int, heads: int, layers: int) -> Built:
+    return Vision(224, patch, width, heads, layers), {"x": torch.randn(1, 3, 224, 224)}
+
+
+def bert() -> Built:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig()), _ids("input_ids", 128)
+
+
+def gpt2() -> Built:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(use_cache=False)), _ids("input_ids", 128)
+
+
+def t5() -> Built:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    model = T5ForConditionalGeneration(T5Config(use_cache=False))
+    return model, {**_ids("input_ids", 128), **_ids("decoder_input_ids", 16)}
+
+
+def bart() -> Built:
+    from transformers import BartConfig, BartModel
+
+    sizes: dict[str, Any] = {"d_model": 768, "use_cache": False}
+    for side in ("encoder", "decoder"):
+        sizes[f"{side}_layers"] = 6
+        sizes[f"{side}_attention_heads"] = 12
+        sizes[f"{side}_ffn_dim"] = 3072
+    model = BartModel(BartConfig(**sizes))
+    return model, {**_ids("input_ids", 128), **_ids("decoder_input_ids", 16)}
+
+
+MODELS: dict[str, tuple[str, Callable[[], Built]]] = {
+    "ViT-B/16": ("MultiheadAttention", lambda: _vit(16, 768, 12, 12)),
+    "ViT-L/16": ("MultiheadAttention", lambda: _vit(16, 1024, 16, 24)),
+    "ViT-H/14": ("MultiheadAttention", lambda: _vit(14, 1280, 16, 32)),
+    "BERT-base": ("BertSelfAttention", bert),
+    "GPT-2": ("GPT2Attention", gpt2),
+    "T5-small": ("T5Attention", t5),
+    "BART-base": ("BartAttention", bart),
+}
+"""Name of a model → the class of its attention, and the model with its inputs."""
+
+
+def traced(model: torch.nn.Module, class_name: str) -> Counts | None:
+    """The operations in a symbolic trace, with attention as one operation; None if it cannot be traced.
+
+    Its nodes for the outputs of an attention and for sizes are no operations.
+    """
+    try:
+        graph = torch.fx.symbolic_trace(model).graph
+    except Exception:  # a trace fails with the error of the code that it meets
+        return None
+    modules = dict(model.named_modules())
+    calls = [node for node in graph.nodes if node.op.startswith("call_")]
+    attention = []
+    for node in calls:
+        if node.op == "call_module" and type(modules[str(node.target)]).__name__ == class_name:
+            attention.append(node)
+    others = [node for node in calls if node.target == "size"]
+    others += [node for node in calls if node.args and node.args[0] in attention]
+    return len(calls) - len(others), len(attention)
+
+
+def translated(model: torch.nn.Module, inputs: dict[str, torch.Tensor], class_name: str) -> Counts:
+    """The operations that ``torch.onnx.export`` translates, by the classes of torch's own scopes."""
+    program = torch.onnx.export(model, (), kwargs=inputs, dynamo=True, verbose=False)
+    total, in_attention = 0, 0
+    for node in program.exported_program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        total += 1
+        classes = [scope[1] for scope in node.meta.get("nn_module_stack", {}).values()]
+        names = [kind if isinstance(kind, str) else kind.__name__ for kind in classes]
+        in_attention += any(name.rpartition(".")[2] == class_name for name in names)
+    return total, in_attention
+
+
+def difference(model: torch.nn.Module, inputs: dict[str, torch.Tensor], name: str) -> list[str]:
+    """A row of the table."""
+    class_name = MODELS[name][0]
+    report = htp_export.attention_report(model, kwargs=inputs)
+    one, steps = report.opaque, report.exposed
+    ours = [one.operations, one.attention_operations, steps.operations, steps.attention_operations]
+    calls = sum(type(module).__name__ == class_name for module in model.modules())
+    total, in_attention = translated(model, inputs, class_name)
+    with htp_export.decomposed_attention(model):
+        exposed = translated(model, inputs, class_name)
+    theirs = [total - in_attention + calls, calls, *exposed]
+    found = f"{sum(abs(a - b) for a, b in zip(ours, theirs, strict=True))}"
+    trace = traced(model, class_name)
+    by_trace = "not traced" if trace is None else f"{abs(trace[0] - ours[0]) + abs(trace[1] - ours[1])}"
+    print(ours, theirs, trace, file=sys.stderr)
+    return [
+        name,
+        f"{one.operations} → {steps.operations}",
+        f"{steps.operations / one.operations:.2f}",
+        f"{one.attention_operations} → {steps.attention_operations}",
+        f"{steps.attention_operations / one.attention_operations:.1f}",
+        f"{one.memory_reduction:.1%} → {steps.memory_reduction:.1%}",
+        found,
+        by_trace,
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="*", help=", ".join(MODELS))
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    for name in args.models or MODELS:
+        torch.manual_seed(0)
+        began = time.perf_counter()
+        model, inputs = MODELS[name][1]()
+        row = difference(model.eval(), inputs, name)
+        print(f"| {' | '.join(row)} |", flush=True)
+        print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+        del model
+        gc.collect()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
