@@ -1,4 +1,4 @@
-"""Three nets of images that no installed library has: MobileNetV3-Small, YOLOv8n and torchvision's ViT, from their blocks.
+"""Nets of images that no installed library has, from their blocks: MobileNetV3-Small, YOLOv8n and torchvision's ViT.
 
 The layers and sizes are those of the papers and of the reference implementations: https://arxiv.org/abs/1905.02244
 (torchvision's ``mobilenet_v3_small`` has 2,542,856 parameters), and ultralytics' ``yolov8n.yaml`` (3,157,200);

@@ -8,6 +8,7 @@ import htp_export
 from htp_export.costs.memory import fusible_traffic
 from tests.graphs import tagged
 from tests.nets import spread
+from tools.attention_table import traced
 from tools.compare_nets import Vision
 
 
@@ -17,17 +18,9 @@ def test_attention_as_one_operation_is_counted_as_torch_fx_counts_it():
     model = spread(Vision(32, 16, 8, 2, layers)).eval()
     report = htp_export.attention_report(model, (torch.randn(1, 3, 32, 32),))
     assert report.modules == tuple(f"layers.{k}.self_attention" for k in range(layers))
-    # in torch.fx, modules of torch.nn are leaves; it has nodes for outputs of attention and sizes, too
-    graph = torch.fx.symbolic_trace(model).graph
-    calls = [node for node in graph.nodes if node.op.startswith("call_")]
-    attention = [node for node in calls if str(node.target).endswith("self_attention")]
-    outputs = [node for node in calls if node.args and node.args[0] in attention]
-    sizes = [node for node in calls if node.target == "size"]
-    independent = len(calls) - len(outputs) - len(sizes)
-    assert (report.opaque.operations, report.opaque.attention_operations) == (
-        independent,
-        len(attention),
-    )
+    counted = (report.opaque.operations, report.opaque.attention_operations)
+    assert counted == traced(model, "MultiheadAttention")
+    assert counted[1] == layers
     assert report.exposed.operations == report.after["model"].operations
     # 17 operations instead of one in each module
     assert report.exposed.operations - report.opaque.operations == layers * 17
