@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Attention as one operation and in steps: the table of ``docs/attention.md``, beside a count that is not ours.
 
-    python tools/attention_table.py             # all seven models, about five minutes
+    python tools/attention_table.py             # all seven models, some minutes
     python tools/attention_table.py GPT-2       # some of them
+    python tools/attention_table.py --full ViT-B/16    # without extrapolation
 
 The models have their real sizes and random weights; an image or a text of 128 tokens, and for encoder-decoders a second
-one of 16 tokens. "difference" compares the operations of ``attention_report`` with those that ``torch.onnx.export``
+one of 16 tokens. The layers of a ViT are all alike, so that the numbers of one layer and of two give those of any depth. "difference" compares the operations of ``attention_report`` with those that ``torch.onnx.export``
 alone translates: they are counted by the classes in torch's own ``nn_module_stack``, without the tags of this package.
 Models that ``torch.fx.symbolic_trace`` can trace are counted by it, too, with attention as one operation.
 """
@@ -19,8 +20,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, os.fspath(Path(__file__).parent.parent))
 
@@ -34,11 +36,25 @@ Counts = tuple[int, int]
 """All operations, and those in attention."""
 
 
+class Numbers(NamedTuple):
+    """The numbers of a model.
+
+    ``operations`` are all and those in attention, with attention as one operation and then in steps, as of
+    ``attention_report``; ``translated`` are the same as torch alone has them, and ``traced`` the first two of a symbolic
+    trace, if there is one. ``traffic`` is what fusing saves, and all of it, in the same two ways.
+    """
+
+    operations: list[int]
+    traffic: list[int]
+    translated: list[int]
+    traced: list[int]
+
+
 def _ids(name: str, length: int) -> dict[str, torch.Tensor]:
     return {name: torch.randint(3, 1000, (1, length))}
 
 
-def _vit(patch: int, width: int, heads: int, layers: int) -> Built:
+def vit(patch: int, width: int, heads: int, layers: int) -> Built:
     return Vision(224, patch, width, heads, layers), {"x": torch.randn(1, 3, 224, 224)}
 
 
@@ -75,16 +91,18 @@ def bart() -> Built:
     return model, {**_ids("input_ids", 128), **_ids("decoder_input_ids", 16)}
 
 
-MODELS: dict[str, tuple[str, Callable[[], Built]]] = {
-    "ViT-B/16": ("MultiheadAttention", lambda: _vit(16, 768, 12, 12)),
-    "ViT-L/16": ("MultiheadAttention", lambda: _vit(16, 1024, 16, 24)),
-    "ViT-H/14": ("MultiheadAttention", lambda: _vit(14, 1280, 16, 32)),
+MODELS: dict[str, tuple[str, Callable[..., Built]]] = {
+    "ViT-B/16": ("MultiheadAttention", partial(vit, 16, 768, 12)),
+    "ViT-L/16": ("MultiheadAttention", partial(vit, 16, 1024, 16)),
+    "ViT-H/14": ("MultiheadAttention", partial(vit, 14, 1280, 16)),
     "BERT-base": ("BertSelfAttention", bert),
     "GPT-2": ("GPT2Attention", gpt2),
     "T5-small": ("T5Attention", t5),
     "BART-base": ("BartAttention", bart),
 }
-"""Name of a model → the class of its attention, and the model with its inputs."""
+"""Name of a model → the class of its attention, and the model with its inputs, of some layers if they are in `DEPTHS`."""
+
+DEPTHS = {"ViT-B/16": 12, "ViT-L/16": 24, "ViT-H/14": 32}
 
 
 def traced(model: torch.nn.Module, class_name: str) -> Counts | None:
@@ -120,53 +138,71 @@ def translated(model: torch.nn.Module, inputs: dict[str, torch.Tensor], class_na
     return total, in_attention
 
 
-def row(name: str) -> list[str]:
-    """A row of the table."""
+def measured(name: str, *layers: int) -> Numbers:
+    """The numbers of a model, of some layers."""
     class_name, build = MODELS[name]
     torch.manual_seed(0)
-    model, inputs = build()
+    model, inputs = build(*layers)
     model.eval()
     report = htp_export.attention_report(model, kwargs=inputs)
     one, steps = report.opaque, report.exposed
-    ours: list[Counts] = [
-        (one.operations, one.attention_operations),
-        (steps.operations, steps.attention_operations),
-    ]
+    ours = [one.operations, one.attention_operations]
+    ours += [steps.operations, steps.attention_operations]
+    traffic = [one.fusible_bytes, one.traffic_bytes, steps.fusible_bytes, steps.traffic_bytes]
     calls = sum(type(module).__name__ == class_name for module in model.modules())
     total, in_attention = translated(model, inputs, class_name)
     with htp_export.decomposed_attention(model):
         exposed = translated(model, inputs, class_name)
-    differences = [distance(ours, [(total - in_attention + calls, calls), exposed])]
-    trace = traced(model, class_name)
-    if trace is not None:
-        differences.append(distance(ours[:1], [trace]))
+    theirs = [total - in_attention + calls, calls, *exposed]
+    return Numbers(ours, traffic, theirs, [*(traced(model, class_name) or ())])
+
+
+def extrapolated(name: str, layers: int) -> Numbers:
+    """The numbers of a model of many layers that are alike, from those of one and of two."""
+    lists = []
+    for one, two in zip(measured(name, 1), measured(name, 2), strict=True):
+        lists.append([a + (layers - 1) * (b - a) for a, b in zip(one, two, strict=True)])
+    return Numbers(*lists)
+
+
+def row(name: str, full: bool = False) -> list[str]:
+    """A row of the table."""
+    if name not in DEPTHS:
+        numbers = measured(name)
+    elif full:
+        numbers = measured(name, DEPTHS[name])
+    else:
+        numbers = extrapolated(name, DEPTHS[name])
+    one, one_attention, steps, steps_attention = numbers.operations
+    fusible, traffic, steps_fusible, steps_traffic = numbers.traffic
+    differences = [distance(numbers.operations, numbers.translated)]
+    if numbers.traced:
+        differences.append(distance(numbers.operations[:2], numbers.traced))
     return [
         name,
-        f"{one.operations} → {steps.operations}",
-        f"{steps.operations / one.operations:.2f}",
-        f"{one.attention_operations} → {steps.attention_operations}",
-        f"{steps.attention_operations / one.attention_operations:.1f}",
-        f"{one.memory_reduction:.1%} → {steps.memory_reduction:.1%}",
+        f"{one} → {steps}",
+        f"{steps / one:.2f}",
+        f"{one_attention} → {steps_attention}",
+        f"{steps_attention / one_attention:.1f}",
+        f"{fusible / traffic:.1%} → {steps_fusible / steps_traffic:.1%}",
         ", ".join(map(str, differences)),
     ]
 
 
-def distance(counts: Sequence[Counts], others: Sequence[Counts]) -> int:
+def distance(counts: Sequence[int], others: Sequence[int]) -> int:
     """The sum of all differences."""
-    total = 0
-    for count, other in zip(counts, others, strict=True):
-        total += abs(count[0] - other[0]) + abs(count[1] - other[1])
-    return total
+    return sum(abs(a - b) for a, b in zip(counts, others, strict=True))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", help=", ".join(MODELS))
+    parser.add_argument("--full", action="store_true", help="export every layer of each ViT")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
     for name in args.models or MODELS:
-        print(f"| {' | '.join(row(name))} |", flush=True)
+        print(f"| {' | '.join(row(name, args.full))} |", flush=True)
         gc.collect()
     return 0
 
