@@ -6,9 +6,11 @@
     python tools/attention_table.py --full ViT-B/16    # without extrapolation
 
 The models have their real sizes and random weights; an image or a text of 128 tokens, and for encoder-decoders a second
-one of 16 tokens. The layers of a ViT are all alike, so that the numbers of one layer and of two give those of any depth. "difference" compares the operations of ``attention_report`` with those that ``torch.onnx.export``
-alone translates: they are counted by the classes in torch's own ``nn_module_stack``, without the tags of this package.
-Models that ``torch.fx.symbolic_trace`` can trace are counted by it, too, with attention as one operation.
+one of 16 tokens. The layers of a ViT are all alike, so the numbers of one layer and of two give those of any depth.
+
+The last column compares the operations of ``attention_report`` with those that ``torch.onnx.export`` alone translates:
+they are counted by the classes in torch's own ``nn_module_stack``, without the tags of this package. Models that
+``torch.fx.symbolic_trace`` can trace are counted by it, too, with attention as one operation: a second number.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ Counts = tuple[int, int]
 class Numbers(NamedTuple):
     """The numbers of a model.
 
-    ``operations`` are all and those in attention, with attention as one operation and then in steps, as of
-    ``attention_report``; ``translated`` are the same as torch alone has them, and ``traced`` the first two of a symbolic
-    trace, if there is one. ``traffic`` is what fusing saves, and all of it, in the same two ways.
+    ``operations`` of ``attention_report`` are all and those in attention, with attention as one operation, and then
+    in steps; ``translated`` are the same as torch alone has them, and ``traced`` the first two of a symbolic trace, if
+    there is one. ``traffic`` is what fusing saves, and all of it, in the same two ways.
     """
 
     operations: list[int]
@@ -100,8 +102,9 @@ MODELS: dict[str, tuple[str, Callable[..., Built]]] = {
     "T5-small": ("T5Attention", t5),
     "BART-base": ("BartAttention", bart),
 }
-"""Name of a model → the class of its attention, and the model with its inputs, of some layers if they are in `DEPTHS`."""
+"""Name of a model → the class of its attention, and the model with its inputs."""
 
+# the models that are built with a number of layers
 DEPTHS = {"ViT-B/16": 12, "ViT-L/16": 24, "ViT-H/14": 32}
 
 

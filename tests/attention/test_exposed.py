@@ -8,7 +8,7 @@ import htp_export
 from htp_export.costs.memory import fusible_traffic
 from tests.graphs import tagged
 from tests.nets import spread
-from tools.attention_table import traced
+from tools import attention_table
 from tools.compare_nets import Vision
 
 
@@ -19,7 +19,7 @@ def test_attention_as_one_operation_is_counted_as_torch_fx_counts_it():
     report = htp_export.attention_report(model, (torch.randn(1, 3, 32, 32),))
     assert report.modules == tuple(f"layers.{k}.self_attention" for k in range(layers))
     counted = (report.opaque.operations, report.opaque.attention_operations)
-    assert counted == traced(model, "MultiheadAttention")
+    assert counted == attention_table.traced(model, "MultiheadAttention")
     assert counted[1] == layers
     assert report.exposed.operations == report.after["model"].operations
     # 17 operations instead of one in each module
@@ -45,3 +45,12 @@ def test_an_operator_of_the_shape_of_its_input_is_fused_if_nothing_else_reads_it
     # Relu after MatMul, and Add after Exp; r has two consumers, and a product is not pointwise
     assert fusible_traffic(model) == (13 * matrix, 2 * 2 * matrix)
     assert fusible_traffic(model, ["a"]) == (13 * matrix, 2 * matrix)
+
+
+@pytest.mark.slow
+def test_the_numbers_of_one_layer_and_of_two_give_those_of_three(monkeypatch):
+    def build(layers: int):
+        return Vision(32, 16, 8, 2, layers), {"x": torch.randn(1, 3, 32, 32)}
+
+    monkeypatch.setitem(attention_table.MODELS, "small", ("MultiheadAttention", build))
+    assert attention_table.extrapolated("small", 3) == attention_table.measured("small", 3)
