@@ -1,7 +1,8 @@
-"""Two nets of images that no installed library has: MobileNetV3-Small and YOLOv8n, from their blocks.
+"""Nets of images that no installed library has, from their blocks: MobileNetV3-Small, YOLOv8n and torchvision's ViT.
 
 The layers and sizes are those of the papers and of the reference implementations: https://arxiv.org/abs/1905.02244
-(torchvision's ``mobilenet_v3_small`` has 2,542,856 parameters), and ultralytics' ``yolov8n.yaml`` (3,157,200).
+(torchvision's ``mobilenet_v3_small`` has 2,542,856 parameters), and ultralytics' ``yolov8n.yaml`` (3,157,200);
+the blocks of the ViT are those of torchvision's ``vit_b_16`` (BSD-3-Clause), with 86,567,656 parameters.
 """
 
 from __future__ import annotations
@@ -226,4 +227,45 @@ class Yolov8n(nn.Module):
         out4 = self.out4(torch.cat((self.again4(out3), up4), 1))
         out5 = self.out5(torch.cat((self.again5(out4), p5), 1))
         y: Tensor = self.detect(out3, out4, out5)
+        return y
+
+
+class EncoderBlock(nn.Module):
+    """A block of a vision transformer: attention and MLP, normalized before."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.self_attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln_1(x)
+        y, _ = self.self_attention(y, y, y, need_weights=False)
+        y = y + x
+        z: Tensor = y + self.mlp(self.ln_2(y))
+        return z
+
+
+class Vision(nn.Module):
+    """A vision transformer with the layout of torchvision's."""
+
+    def __init__(self, image: int, patch: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        tokens = (image // patch) ** 2 + 1
+        self.conv_proj = nn.Conv2d(3, width, patch, patch)
+        self.class_token = nn.Parameter(torch.randn(1, 1, width))
+        self.positions = nn.Parameter(torch.randn(1, tokens, width))
+        self.layers = nn.Sequential(*(EncoderBlock(width, heads) for _ in range(layers)))
+        self.ln, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_proj(x).flatten(2).permute(0, 2, 1)
+        token = self.class_token.expand(x.size(0), -1, -1)
+        x = torch.cat([token, x], 1) + self.positions
+        y: Tensor = self.head(self.ln(self.layers(x))[:, 0])
         return y

@@ -1,4 +1,4 @@
-"""The tables of docs/tool_tables.md, optimize.md and passes.md hold what is measured: numbers with -m slow."""
+"""The tables of attention.md, tool_tables.md, optimize.md and passes.md hold what is measured: numbers with -m slow."""
 
 import itertools
 from pathlib import Path
@@ -10,10 +10,12 @@ import torch
 import htp_export
 from htp_export.capabilities.optimize.registry import LEVELS
 from tests.truth import nodes_of
-from tools import compare_models, tool_table
+from tools import attention_table, compare_models, tool_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXPORTERS = {"TorchScript": "torchscript", "dynamo": "dynamo"}
+UNMEASURED = ("T5-small", "BART-base", "YOLOv8n")  # the scripts have these, the pages no row yet
+ATTENTION = "| | operations | ratio | in attention | ratio | traffic saved by fusing | difference |"
 NODES = "| | exported | exact | tolerant | best other | fused | ORT fusions |"
 
 
@@ -46,9 +48,9 @@ def test_the_table_of_levels_has_a_row_for_each():
 
 def test_the_table_of_nodes_has_a_row_for_each_model_and_marks_what_is_fewer():
     rows = table("passes.md", NODES)
-    assert list(rows) == [
-        f"{model}, {exporter}" for model in compare_models.MODELS for exporter in EXPORTERS
-    ]
+    every = (*compare_models.MODELS, *compare_models.FURTHER)
+    models = [name for name in every if name not in UNMEASURED]
+    assert list(rows) == [f"{model}, {exporter}" for model in models for exporter in EXPORTERS]
     for name, (exported, *levels) in rows.items():
         exact, tolerant, other, fused, fusions = map(number, levels)
         assert number(exported) >= exact >= tolerant >= fused, name
@@ -56,6 +58,29 @@ def test_the_table_of_nodes_has_a_row_for_each_model_and_marks_what_is_fewer():
             tolerant < other,
             fused < fusions,
         ), name
+
+
+def test_the_table_of_attention_has_a_row_for_each_model_without_a_difference():
+    rows = table("attention.md", ATTENTION)
+    assert list(rows) == [name for name in attention_table.MODELS if name not in UNMEASURED]
+    for name, (operations, ratio, in_attention, its_ratio, _, differences) in rows.items():
+        counts = [tuple(map(int, cell.split(" → "))) for cell in (operations, in_attention)]
+        assert [f"{counts[0][1] / counts[0][0]:.2f}", f"{counts[1][1] / counts[1][0]:.1f}"] == [
+            ratio,
+            its_ratio,
+        ], name
+        # what is not in attention is the same
+        (one, steps), (calls, in_steps) = counts
+        assert steps - one == in_steps - calls, name
+        assert set(differences.split(", ")) == {"0"}, name
+
+
+@pytest.mark.slow
+def test_the_table_of_attention_has_the_numbers_that_are_measured():
+    assert attention_table.row("ViT-B/16") == [
+        "ViT-B/16",
+        *table("attention.md", ATTENTION)["ViT-B/16"],
+    ]
 
 
 # The numbers of the newest releases of the tools: another release may make others, which are then to be written down.
