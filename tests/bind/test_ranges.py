@@ -100,6 +100,22 @@ def test_the_ranges_are_those_of_a_new_export_that_is_quantized(files, plan):
     assert different(htp_export.bind(old, net(2)).model, expected) != []
 
 
+def test_the_range_of_a_format_is_none_of_the_old_weights(files, tmp_path):
+    data = runs(files[0])
+    fixed, renamed = tmp_path / "fixed.onnx", tmp_path / "renamed.onnx"
+    htp_export.quantize(files[0], "fixed:8.4", fixed)
+    htp_export.rename(fixed, output=renamed)
+    for file in (fixed, renamed):
+        assert htp_export.bind(file, net(2)).notes == ()
+    expected = htp_export.quantize(files[1], "fixed:8.4").model
+    assert different(htp_export.bind(fixed, net(2)).model, expected) == []
+    with pytest.raises(InputError, match="with a range to measure: leave data out"):
+        htp_export.bind(fixed, net(2), data=data)
+    # beside a format, the other ranges are measured, and none is missed
+    mixed = htp_export.quantize(files[0], {"conv": "fixed:8.4", "fc": "int8"}, data=data).model
+    assert htp_export.bind(mixed, net(2), data=data).unmeasured == {}
+
+
 def test_back_and_forth_is_the_first_file(files, tmp_path):
     data = runs(files[0])
     first, second, third = (tmp_path / f"{name}.onnx" for name in "abc")

@@ -221,6 +221,10 @@ def test_names_that_build_does_not_know_are_an_error_or_a_note():
         ({"objectives": ["metric"]}, "go together"),
         ({"select": "blocks"}, "select is for the search on a file"),
         ({"repeats": 3}, "repeats is for the search on a file"),
+        ({"depth": 0}, "depth is for the search on a file"),
+        ({"by": "class"}, "by is for the search on a file"),
+        ({"first": 5}, "first is for the search on a file"),
+        ({"new_tokens": 8}, "new_tokens is for the search on a file"),
         ({"sampler": "nosuch"}, "there is no sampler 'nosuch'"),
         ({"metric": lambda module: float("nan")}, "the metric returned nan"),
         ({"metric": lambda module: "good"}, "the metric returned 'good', which is not a number"),
@@ -230,6 +234,11 @@ def test_arguments_of_the_other_search_are_errors(settings, problem):
     with pytest.raises(InputError) as error:
         searched(build, {"depth": [1]}, **settings)
     assert problem in str(error.value)
+
+
+def test_an_argument_of_this_search_is_an_error_with_a_file():
+    with pytest.raises(InputError, match="dynamo is for the search by a function"):
+        htp_export.search("model.onnx", dynamo=False)
 
 
 def test_a_module_in_place_of_the_function_is_an_error():

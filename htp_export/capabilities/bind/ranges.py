@@ -49,12 +49,12 @@ class Ranges:
         Raises:
             InputError: The model has no ranges, or the data do not fit it.
         """
-        places = sum(map(quantizes, tagged.nodes))
+        places = _ranges_in(tagged)
         if data is None:
             return cls(notes=_of_old_weights(places))
         if not places:
             raise InputError(
-                f"{name} has no QuantizeLinear, whose range could be measured: leave data out"
+                f"{name} has no QuantizeLinear with a range to measure: leave data out"
             )
         from htp_export.capabilities.quantize.measuring_again import measured_again
 
@@ -68,6 +68,16 @@ class Ranges:
             else:
                 unmeasured[key] = "it is no initializer of the main graph"
         return cls(tensors, found.ranges, unmeasured, (*found.notes, *_not_measured(unmeasured)))
+
+
+def _ranges_in(tagged: TaggedModel) -> int:
+    """The number of ranges that depend on weights; those of a format do not."""
+    quantizers = [node for node in tagged.nodes if quantizes(node)]
+    if not quantizers:
+        return 0
+    from htp_export.capabilities.quantize.calibration_records import has_range
+
+    return sum(map(has_range, quantizers))
 
 
 def _of_old_weights(places: int) -> tuple[str, ...]:

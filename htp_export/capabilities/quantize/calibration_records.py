@@ -24,9 +24,13 @@ from htp_export.format import tags
 from htp_export.format.bounds import number_in
 from htp_export.format.json_text import parse_json
 from htp_export.runtime.arrays import Array
+from htp_export.shapes.operator_kinds import quantizes
 
 _VERSION = 1
 """Of the records: a reader passes over later ones."""
+
+OF_FORMAT = "format"
+"""In place of a number: the range of a QuantizeLinear is that of its format, whatever the data are."""
 
 _METHOD = "static"
 _MOST = 256
@@ -139,6 +143,11 @@ def mark(nodes: Iterable[ir.Node], number: str) -> None:
     """Record the calibration of nodes: those that are quantized, and those that quantize their tensors."""
     for node in nodes:
         node.metadata_props[tags.CALIBRATION] = number
+
+
+def has_range(node: ir.Node) -> bool:
+    """Whether a node is a QuantizeLinear with a range of its own, and not with that of its format."""
+    return quantizes(node) and node.metadata_props.get(tags.CALIBRATION) != OF_FORMAT
 
 
 def calibration_number(node: ir.Node) -> int | None:

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from htp_export.capabilities.quantize.calibration_records import (
     Calibration,
     calibration_number,
+    has_range,
     read_calibrations,
 )
 from htp_export.capabilities.quantize.float_twin import (
@@ -39,7 +40,6 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.reporting.columns import many
 from htp_export.runtime.data import Data
 from htp_export.runtime.settings import RunSettings
-from htp_export.shapes.operator_kinds import quantizes
 from htp_export.weights.rebuilding import remade
 
 _NO_RECORD = "the file does not record how its range was measured"
@@ -63,8 +63,8 @@ class MeasuredAgain:
 
 
 def ranges_in(tagged: TaggedModel) -> list[ir.Node]:
-    """Return the QuantizeLinear nodes of the main graph, of which each has a range."""
-    return [node for node in tagged.model.graph if quantizes(node)]
+    """Return the QuantizeLinear nodes of the main graph that have a range of their own."""
+    return list(filter(has_range, tagged.model.graph))
 
 
 def measured_again(

@@ -43,7 +43,7 @@ IDLE = (
         "it is for --objective latency",
     ),
     Idle(
-        ("choices", "select", "depth", "dims", "shapes", "repeats"),
+        ("choices", "select", "depth", "dims", "shapes", "by", "repeats", "new_tokens"),
         _builds,
         "it is for the search on a file, and --entry builds modules",
     ),

@@ -52,6 +52,10 @@ _BEFORE_SAMPLER = 0.75
 """The share of the trials that refine the front before a sampler chooses: with some dozens of
 trials, plans near the front are better than those of any sampler."""
 
+_NEW_TOKENS = 64
+_FIRST = 20
+"""Defaults of arguments that only the search on a file has."""
+
 _RANDOM_PROMPTS = 2
 """Prompts without data: each is completed token by token, which takes seconds."""
 
@@ -90,8 +94,8 @@ def search(
     metric: Metric | ModuleMetric | None = None,
     runs: int = TIMED_RUNS,
     repeats: int = 0,
-    new_tokens: int = 64,
-    first: int = 20,
+    new_tokens: int = _NEW_TOKENS,
+    first: int = _FIRST,
     calibration: Data | None = None,
     grace: float = 60.0,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
@@ -189,7 +193,17 @@ def search(
     if is_torch_module(model):
         raise InputError("export the module first; or give a function that builds modules")
     if callable(model) and not hasattr(model, "model"):
-        _check_of_files(select, depth, dims, shapes, calibration, repeats, by != "module")
+        _check_of_files(
+            select=select,
+            depth=depth is not None,
+            dims=dims,
+            shapes=shapes,
+            by=by != "module",
+            repeats=repeats,
+            new_tokens=new_tokens != _NEW_TOKENS,
+            first=first != _FIRST,
+            calibration=calibration is not None,
+        )
         check_whole("trials", trials, 1, MOST_RUNS)
         check_sampler(sampler, {})
         given = RunSettings(data, seed=seed, providers=providers, runs=runs)
@@ -209,6 +223,8 @@ def search(
             study=study,
             grace=grace,
         )
+    if not dynamo:
+        raise InputError("dynamo is for the search by a function; leave it out with a file")
     # The steps in their order: arguments, data, study, single modules, plans. Processes that share a
     # study repeat all of them, and find the results of the others.
     settings = RunSettings(data, dims, shapes, seed, providers=providers, runs=runs)
@@ -293,10 +309,9 @@ def search(
         raise SearchInterrupted(result(work.finished(fronts.values()), stopped=True)) from error
 
 
-def _check_of_files(*given: Any) -> None:
-    """Raise an `InputError` for arguments of a search on a file, in their order in `search`."""
-    names = ("select", "depth", "dims", "shapes", "calibration", "repeats", "by")
-    for name, value in zip(names, given, strict=True):
+def _check_of_files(**given: Any) -> None:
+    """Raise an `InputError` for an argument of a search on a file that has a value."""
+    for name, value in given.items():
         if value:
             raise InputError(f"{name} is for the search on a file; leave it out with a function")
 

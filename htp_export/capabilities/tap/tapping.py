@@ -23,8 +23,11 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import type_and_shape
 from htp_export.model.module_tensors import OUT, ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
+from htp_export.process.argument_types import check_whole
 from htp_export.reporting.columns import Column, many
 from htp_export.reporting.result import Table
+
+_MOST_AXES = 64  # as in numpy
 
 Places: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 """A selector of tensors, ``encoder.layer.*:out``; or name → selector."""
@@ -119,7 +122,7 @@ def tap(
     Raises:
         SelectorError: A place is invalid, or matches no module, call or tensor.
         InputError: The file has no such tensor, and the message names its module and a solution; a
-            name is already used; or tensors cannot be concatenated.
+            name is already used; or tensors cannot be concatenated, or have no such axis.
         UntaggedModelError: The model has no tags of htp_export.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -137,6 +140,8 @@ def tap(
     tagged = read_for_change(model)
     had_map = tags.MAP in tagged.model.metadata_props
     wanted = named_places(tagged, places)
+    if concat is not None:
+        check_whole("concat", concat, -_MOST_AXES, _MOST_AXES)
     _check_joins(wanted, given=isinstance(places, Mapping), joins=concat is not None)
     taps = dict(tagged.taps)
     added = list[TappedTensor]()
@@ -149,7 +154,10 @@ def tap(
         for name, tensors in wanted.items():
             values = [value for value, _ in sources[name]]
             if len(values) == 1:
-                result = add_output(edit, values[0], name, _typed(tagged, values[0]))
+                typed = _typed(tagged, values[0])
+                if concat is not None and typed.shape is not None:
+                    _check_axis(name, [typed], concat)
+                result = add_output(edit, values[0], name, typed)
             else:
                 result = _concatenated(edit, name, values, concat or 0)
             created = [name]
@@ -297,11 +305,23 @@ def _typed(tagged: TaggedModel, value: ir.Value) -> ir.Value:
     return typed
 
 
+def _kinds(values: Sequence[ir.Value]) -> str:
+    return ", ".join(f"{value.name}: {type_and_shape(value)}" for value in values)
+
+
+def _check_axis(name: str, values: Sequence[ir.Value], axis: int) -> int:
+    """The rank of tensors that have the same; an `InputError` if they do not have the axis."""
+    rank = len(values[0].shape or ())
+    if -rank <= axis < rank:
+        return rank
+    raise InputError(f"concat {axis}: the rank of {name!r} is {rank} ({_kinds(values)})")
+
+
 def _concatenated(edit: Edit, name: str, values: Sequence[ir.Value], axis: int) -> ir.Value:
     """Concatenate tensors along an axis, by a node of the root: the result belongs to no module."""
     tagged = edit.tagged
     typed = [_typed(tagged, value) for value in values]
-    kinds = ", ".join(f"{value.name}: {type_and_shape(value)}" for value in typed)
+    kinds = _kinds(typed)
     shapes = [value.shape for value in typed if value.shape is not None]
     ranks = {len(shape) for shape in shapes}
     dtypes = {value.dtype for value in typed}
@@ -309,9 +329,7 @@ def _concatenated(edit: Edit, name: str, values: Sequence[ir.Value], axis: int) 
         raise InputError(
             f"{name!r}: tensors of different type or rank cannot be concatenated: {kinds}"
         )
-    rank = len(shapes[0])
-    if not -rank <= axis < rank:
-        raise InputError(f"concat {axis}: the tensors of {name!r} have {rank} axes ({kinds})")
+    rank = _check_axis(name, typed, axis)
     for index, sizes in enumerate(zip(*shapes, strict=True)):
         known_sizes = {size for size in sizes if isinstance(size, int)}
         if index != axis % rank and len(known_sizes) > 1:

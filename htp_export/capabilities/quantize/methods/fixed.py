@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.calibration_records import OF_FORMAT, mark
 from htp_export.capabilities.quantize.method import FIELDS, Made, Method
 from htp_export.capabilities.quantize.weight_operators import (
     CONVOLUTIONS,
@@ -260,6 +261,9 @@ class _Writer:
                 known.storage,
                 output_dtype=int(known.storage),
             )
+            quantizer = narrow.producer()
+            assert quantizer is not None
+            mark([quantizer], OF_FORMAT)
             self._written[key] = self._dequantized(reader, value, narrow, known)
         return self._written[key]
 
