@@ -52,9 +52,9 @@ _BEFORE_SAMPLER = 0.75
 """The share of the trials that refine the front before a sampler chooses: with some dozens of
 trials, plans near the front are better than those of any sampler."""
 
-_NEW_TOKENS = 64
-_FIRST = 20
-"""Defaults of arguments that only the search on a file has."""
+# Defaults of arguments that only the search on a file has: with a function, others are refused.
+_NEW_TOKENS = 64  # as many as an answer of some sentences
+_FIRST = 20  # less than half of the default of trials: later ones learn from them
 
 _RANDOM_PROMPTS = 2
 """Prompts without data: each is completed token by token, which takes seconds."""
