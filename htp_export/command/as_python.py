@@ -65,7 +65,7 @@ class Preparation:
         return "\n".join([*self._import_lines(), "", *self.lines, *statements, ""])
 
     def _import_lines(self) -> Iterator[str]:
-        """The imports, in the order of `isort`: first those of Python's own modules."""
+        """The imports, in the order of `isort`: Python's own modules first."""
         own = [module for module in self.imports if module in sys.stdlib_module_names]
         others = [module for module in self.imports if module not in own]
         for modules in filter(None, (own, others)):
@@ -170,7 +170,7 @@ def _prepare_session(preparation: Preparation, arguments: dict[str, Any]) -> Non
 
 
 def call_text(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Return a call as Python: its arguments without those that are defaults.
+    """Return a call as Python: its arguments without defaults.
 
     Args:
         name: The name of the function in the program, after ``variable =`` if there is one.

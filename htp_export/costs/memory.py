@@ -61,7 +61,7 @@ def traffic(step: RunStep) -> Mapping[Tensor, int]:
 
 
 def moved_bytes(steps: Iterable[RunStep]) -> tuple[int, int]:
-    """The bytes that one run of each node reads, and those that it writes, as of `moves`."""
+    """The bytes that one run of each node reads, and the bytes that it writes, as of `moves`."""
     read, written = 0, 0
     for step in steps:
         for _, size, is_written in moves(step):

@@ -90,7 +90,7 @@ class MovedBits:
         return _bits(rounded)
 
     def _written(self, tensor: Tensor) -> int:
-        """Bits of an element for its producer: those of the widest format that a consumer needs."""
+        """Bits of an element for its producer: the widest format that a consumer needs."""
         pending, seen = [tensor], {tensor}
         widest = 0
         while pending:

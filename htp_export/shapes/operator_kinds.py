@@ -175,7 +175,7 @@ def with_subgraphs(node: ir.Node) -> Iterator[ir.Node]:
 
 
 def nodes_in(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
-    """Every node of a graph; a node comes before those in its subgraphs.
+    """Every node of a graph; a node comes before the nodes in its subgraphs.
 
     As ``Graph.all_nodes`` of onnx_ir, in two thirds of the time.
     """

@@ -129,7 +129,7 @@ class Bound(TaggedResult):
                 ``Refitter.set_named_weights``. ``"safetensors"``: initializer → entry, for
                 initializers that are equal to an entry. ``"genai"``: ``shared_initializers`` of
                 ONNX Runtime GenAI, for tensors in the data file of the output. ``"qti"``: the names
-                of updatable tensors for Qualcomm's tools; with adapters, of those that they change.
+                of updatable tensors for Qualcomm's tools; with adapters, of the tensors that they change.
             shared_with: For ``"genai"``: another bound file in the same folder. Only tensors that
                 both have are listed: of the same name, shape and type, with equal recipes, from the
                 same weights.

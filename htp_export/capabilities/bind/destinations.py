@@ -83,7 +83,7 @@ class Destination:
         tensors: Tensors,
         entries: Mapping[str, ir.TensorProtocol],
     ) -> Tensors:
-        """Return the new tensors; those that are entries as they are refer to the files of the checkpoint.
+        """Return the new tensors; unchanged entries refer to the files of the checkpoint.
 
         A model with all weights in its ONNX file keeps them there.
         """

@@ -71,7 +71,7 @@ class Ranges:
 
 
 def _ranges_in(tagged: TaggedModel) -> int:
-    """The number of ranges that depend on weights; those of a format do not."""
+    """The number of ranges that depend on weights; ranges of a format do not."""
     quantizers = [node for node in tagged.nodes if quantizes(node)]
     if not quantizers:
         return 0

@@ -111,7 +111,7 @@ class Finding:
         tensors: The constants of the finding.
         level: The level of `htp_export.optimize` from which on the pass may run; None if there is
             none.
-        moved: Bytes that its nodes read and write, and those of the operator that replaces them;
+        moved: Bytes that its nodes read and write, and that the operator in their place reads and writes;
             None for other findings than operators in single steps, or if a size is unknown.
     """
 

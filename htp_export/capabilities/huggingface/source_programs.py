@@ -42,7 +42,7 @@ def prepare_source(
 def prepare_calls(
     program: Preparation, options: ModelOptions, *, stream_weights: bool = False, **settings: Any
 ) -> None:
-    """Write the lines for a model and ``calls``, those of the files of its task.
+    """Write the lines for a model and ``calls``, the calls of the files of its task.
 
     ``settings`` are further arguments of `example_calls`.
     """

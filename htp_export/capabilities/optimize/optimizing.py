@@ -359,7 +359,7 @@ class Pipeline:
         self, account: _Account, model: ir.Model, held: Collection[ir.Value]
     ) -> ir.passes.PassResult:
         """Run a pass with barriers at some tensors."""
-        # Passes with barriers, and those of libraries, see another graph than the others.
+        # Passes with barriers, and passes of libraries, see another graph than the others.
         shares = not held and not account.info.may_fail
         with (
             shared_shapes(self._shapes if shares else None),

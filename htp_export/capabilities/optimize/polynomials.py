@@ -22,7 +22,7 @@ _DEPTH = 8
 _LARGEST_EXPONENT = 4
 """The sum of exponents in a term: a GELU has 3; without a limit, products of products have any."""
 _TOLERANCE = 1e-6
-"""The largest relative difference of coefficients: those of float32 differ by 1e-7."""
+"""The largest relative difference of coefficients: in float32, they differ by 1e-7."""
 
 
 def is_close(one: Polynomial, other: Polynomial) -> bool:

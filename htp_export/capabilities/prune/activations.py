@@ -161,7 +161,7 @@ class ActivationRules:
 
 @dataclass(frozen=True)
 class _Masks:
-    """The elements that become zero: up to a threshold by absolute value, or those of a constant mask.
+    """The elements that become zero: up to a threshold by absolute value, or by a constant mask.
 
     Attributes:
         thresholds: Module path → threshold.
@@ -295,7 +295,7 @@ class _Measured:
         shape = self._tagged.inferred.described(tensor.values[0]).shape
         if shape is None:
             return []
-        # Sizes are those of a run: a file can state any.
+        # Sizes of a run: a file can state any.
         sizes = zip(shape, self._shapes[tensor.place], strict=True)
         return [size if isinstance(stated, int) else 1 for stated, size in sizes]
 

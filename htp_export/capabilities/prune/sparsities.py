@@ -95,7 +95,7 @@ def sparsity_of(value: Any) -> Sparsity:
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """The rules of a plan, those of weights and those of activations apart: both hold for a module.
+    """The rules of a plan, of weights and of activations apart: both hold for a module.
 
     Attributes:
         weights: Selector → how much of the weights of its modules is removed, in order.

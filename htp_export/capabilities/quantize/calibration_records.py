@@ -140,7 +140,7 @@ def _write(metadata: MutableMapping[str, str], calibrations: Iterable[Calibratio
 
 
 def mark(nodes: Iterable[ir.Node], number: str) -> None:
-    """Record the calibration of nodes: those that are quantized, and those that quantize their tensors."""
+    """Record the calibration of quantized nodes, and of the nodes that quantize their tensors."""
     for node in nodes:
         node.metadata_props[tags.CALIBRATION] = number
 

@@ -188,7 +188,7 @@ def _transferred(
 
 
 def _biases(flat: TaggedModel, entries: Mapping[str, Any]) -> dict[str, ir.TensorProtocol]:
-    """Return the integers and scales of biases: their scales are those of inputs times those of weights.
+    """Return the integers and scales of biases: a scale is that of the input times that of the weight.
 
     ``flat``: The model, with its new scales.
     """
