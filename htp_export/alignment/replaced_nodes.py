@@ -320,10 +320,12 @@ class _Division:
         return bool(same) or number not in self._behind[index]
 
     def _indicated(self, current: _OpenNode) -> ReplacedNodes:
-        """The original nodes of the node's name, weights or operator, and the nodes before them.
+        """The original nodes that a node replaces, by its name, weights or operator.
 
-        If earlier nodes share the part, they replace the nodes before. The indicated nodes are
-        then claimed: nothing indicates which others the earlier nodes replace.
+        ``current.rest`` are the original nodes between the tensors around it. Several new nodes may
+        share them. The first evidence in order of certainty decides, and the nodes before the
+        indicated ones are replaced too. Nodes of the same name or weights are claimed: other new
+        nodes do not get them. Without evidence, the node may replace any of them.
         """
         index, name, part = current.index, current.node.name, current.rest
         named = [n for n in part if name and self.before.nodes[n].name == name]
