@@ -189,15 +189,20 @@ def outputs_of(
 
 def metric_value(metric: Metric, outputs: Outputs) -> float:
     """Return the result of a metric on outputs; an InputError for NaN, with the first output that contains NaN."""
-    with user_code("the metric"):
-        result = metric(outputs)
-    try:
-        number = float(result)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the metric returned {result!r}, which is not a number") from error
+    number = number_from(metric, outputs)
     if math.isnan(number):
         raise InputError(f"the metric returned {number}: {_first_nan(outputs)}")
     return number
+
+
+def number_from(metric: Callable[[Any], float], argument: Any) -> float:
+    """Call a user's metric; an InputError if it does not return a number."""
+    with user_code("the metric"):
+        result = metric(argument)
+    try:
+        return float(result)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the metric returned {result!r}, which is not a number") from error
 
 
 def _first_nan(outputs: Outputs) -> str:

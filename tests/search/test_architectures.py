@@ -236,6 +236,15 @@ def test_arguments_of_the_other_search_are_errors(settings, problem):
     assert problem in str(error.value)
 
 
+def test_a_grid_of_too_many_candidates_is_refused_before_one_is_built():
+    def never(choice: Mapping[str, Any]) -> nn.Module:
+        raise AssertionError("it was called")
+
+    space = {"depth": list(range(1000)), "width": list(range(1, 1003))}
+    with pytest.raises(InputError, match="there are 1,002,000"):
+        searched(never, space, sampler="grid")
+
+
 def test_an_argument_of_this_search_is_an_error_with_a_file():
     with pytest.raises(InputError, match="dynamo is for the search by a function"):
         htp_export.search("model.onnx", dynamo=False)

@@ -30,7 +30,7 @@ from htp_export.capabilities.search.candidate_parts import (
 )
 from htp_export.capabilities.search.part_timing import PartTimer
 from htp_export.capabilities.search.search_results import LARGER_IS_BETTER, SearchInterrupted
-from htp_export.capabilities.search.studies import KeptRuns, SharedStudy
+from htp_export.capabilities.search.studies import KeptRuns, SharedStudy, check_sampler
 from htp_export.costs.costing import node_flops
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError, InputError, described
@@ -43,6 +43,7 @@ from htp_export.process.progress import report_counts
 from htp_export.process.user_code import user_code
 from htp_export.runtime.arrays import Array, from_torch
 from htp_export.runtime.carried_inputs import inputs_of_call
+from htp_export.runtime.runner import number_from
 from htp_export.runtime.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -288,12 +289,7 @@ def _values(known: Mapping[str, Any]) -> dict[str, float]:
 
 def _number(metric: ModuleMetric, module: nn.Module) -> float:
     """The metric of a module; an `InputError` if it is no finite number."""
-    with user_code("the metric"):
-        result = metric(module)
-    try:
-        number = float(result)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the metric returned {result!r}, which is not a number") from error
+    number = number_from(metric, module)
     if not math.isfinite(number):
         raise InputError(f"the metric returned {number}")
     return number
@@ -316,6 +312,7 @@ def search_architectures(
     """Search over architectures; the arguments are those of `search`, checked as far as it does."""
     wanted = _check_objectives(objectives, metric)
     read = ArchitectureSpace(space)
+    check_sampler(sampler, read.texts)
     shared = SharedStudy(
         storage,
         study,

@@ -205,7 +205,6 @@ def search(
             calibration=calibration is not None,
         )
         check_whole("trials", trials, 1, MOST_RUNS)
-        check_sampler(sampler, {})
         given = RunSettings(data, seed=seed, providers=providers, runs=runs)
         given.check_seed()
         given.check_timed_runs(1)
