@@ -67,6 +67,28 @@ def stripped(tagged: ir.Model) -> ir.Model:
     return copy
 
 
+def nameless(model: ir.Model) -> ir.Model:
+    """The model itself, without tags, recipes, and the names of nodes and of tensors inside."""
+    ends = {*model.graph.inputs, *model.graph.outputs}
+    stored = list(model.graph.initializers.values())
+    model.graph.initializers.clear()
+    for number, value in enumerate(stored):
+        value.name = f"w{number}"
+        value.metadata_props.clear()
+        assert value.const_value is not None
+        value.const_value.metadata_props.clear()
+        value.const_value.name = value.name
+        model.graph.initializers.add(value)
+    for number, node in enumerate(model.graph.all_nodes()):
+        node.name = f"n{number}"
+        node.metadata_props.clear()
+        for place, value in enumerate(node.outputs):
+            if value not in ends:
+                value.name = f"t{number}_{place}"
+    model.metadata_props.clear()
+    return model
+
+
 def small_file(path: Path) -> bytes:
     """Write a model that a failed command is to leave, and return its bytes."""
     onnx.save(ir.to_proto(encoder()), path)

@@ -73,28 +73,29 @@ def deit(size: str) -> Built:
     return DeiTForImageClassification(DeiTConfig(**sizes)), _image(size)
 
 
-def whisper(size: str) -> Built:
+def whisper(size: str, layers: int = 4, width: int = 384, narrow_heads: int = 4) -> Built:
+    """The encoder of Whisper: tiny by default."""
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+    def of(width: int, heads: int, inner: int) -> dict[str, int]:
+        return {
+            "encoder_layers": layers,
+            "max_source_positions": frames // 2,
+            "num_mel_bins": 80,
+            "d_model": width,
+            "encoder_attention_heads": heads,
+            "encoder_ffn_dim": inner,
+        }
+
     frames = 3000 if size == "real" else 100
-    common = {"encoder_layers": 4, "max_source_positions": frames // 2, "num_mel_bins": 80}
-    real = {**common, "d_model": 384, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536}
-    narrow = {**common, "d_model": 64, "encoder_attention_heads": 4, "encoder_ffn_dim": 128}
+    real, narrow = of(width, width // 64, 4 * width), of(64, narrow_heads, 128)
     config = WhisperConfig(**_sizes(size, real, narrow, {"encoder_layers": 2}))
     return WhisperEncoder(config), {"input_features": torch.randn(1, 80, frames)}
 
 
 def whisper_base(size: str) -> Built:
-    from transformers import WhisperConfig
-    from transformers.models.whisper.modeling_whisper import WhisperEncoder
-
-    frames = 3000 if size == "real" else 100
-    common = {"encoder_layers": 6, "max_source_positions": frames // 2, "num_mel_bins": 80}
-    real = {**common, "d_model": 512, "encoder_attention_heads": 8, "encoder_ffn_dim": 2048}
-    narrow = {**common, "d_model": 64, "encoder_attention_heads": 8, "encoder_ffn_dim": 128}
-    config = WhisperConfig(**_sizes(size, real, narrow, {"encoder_layers": 2}))
-    return WhisperEncoder(config), {"input_features": torch.randn(1, 80, frames)}
+    return whisper(size, layers=6, width=512, narrow_heads=8)
 
 
 def efficientnet(size: str) -> Built:

@@ -54,10 +54,7 @@ _MOVED: tuple[Column[Any], ...] = (
     Column("read_bytes", "read", unit="B"),
     Column("written_bytes", "written", unit="B"),
 )
-_OWN = (
-    "nodes",
-    "parameters",
-    "weight_bytes",
+SUMMED = (
     "macs",
     "flops",
     "other_flops",
@@ -67,6 +64,9 @@ _OWN = (
     "read_bytes",
     "written_bytes",
 )
+"""The costs of a module that are sums over its nodes."""
+
+_OWN = ("nodes", "parameters", "weight_bytes", *SUMMED)
 _SELF: tuple[Column[Any], ...] = tuple(
     Column(f"self_{column.name}", f"self {column.title}", unit=column.unit, text=column.text)
     for column in chosen((*_COUNTS, *_FUSING, *_MOVED), _OWN)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
+from htp_export.costs.columns import SUMMED
 from htp_export.costs.execution import Body, Run, RunStep, run_by_shapes, walk
 from htp_export.costs.memory import Timeline, moved_bytes
 from htp_export.costs.moved_bits import MovedBits
@@ -21,16 +22,6 @@ from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.runtime.data import Data
 from htp_export.runtime.settings import RunSettings
 
-_SUMMED = (
-    "macs",
-    "flops",
-    "other_flops",
-    "activation_bytes",
-    "moved_bits",
-    "traffic_bytes",
-    "read_bytes",
-    "written_bytes",
-)
 _Sums: TypeAlias = defaultdict[str, Counter[str]]
 
 
@@ -183,8 +174,8 @@ def _modules(
     modules = {}
     for path, module in contents.modules.items():
         internal = timeline.internal.get(path, ())
-        sums: dict[str, Any] = {name: total[path][name] for name in _SUMMED}
-        sums |= {f"self_{name}": own_total[path][name] for name in _SUMMED}
+        sums: dict[str, Any] = {name: total[path][name] for name in SUMMED}
+        sums |= {f"self_{name}": own_total[path][name] for name in SUMMED}
         modules[path] = ModuleCost(
             **vars(module.facts),
             uncounted=dict(uncounted[path]),
@@ -207,7 +198,7 @@ def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
         if not node.counted:
             for path in node.modules:
                 uncounted[path][node.op_type] += 1
-        for name in _SUMMED:
+        for name in SUMMED:
             number = getattr(node, name)
             region_sums[node.modules][name] += number
             for owner, share in divided(number, node.owners or ("",)):

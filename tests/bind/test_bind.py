@@ -46,26 +46,35 @@ class Net(nn.Module):
 TOKENS = torch.arange(12).reshape(2, 6)
 
 
-def net(seed: int) -> Net:
+def of_seed(make: Callable[[], nn.Module], seed: int, step: float) -> Any:
+    """A net whose weights differ from those of other seeds by at most a step."""
     torch.manual_seed(0)
-    made = spread(Net()).eval()
+    made = spread(make()).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in (*made.parameters(), *made.buffers()):
             if tensor.is_floating_point():
-                tensor += 0.1 * torch.rand(tensor.shape, generator=generator)
+                tensor += step * torch.rand(tensor.shape, generator=generator)
     return made
+
+
+def net(seed: int) -> Net:
+    return of_seed(Net, seed, 0.1)  # type: ignore[no-any-return]
+
+
+def files_of_two(
+    make: Callable[[int], nn.Module], x: torch.Tensor, exporter: str, folder: Path
+) -> list[Path]:
+    """The files of the nets of two seeds."""
+    found = [folder / f"{seed}.onnx" for seed in (1, 2)]
+    for seed, file in enumerate(found, 1):
+        htp_export.export(make(seed), (x,), file, dynamo=exporter == "dynamo", verbose=False)
+    return found
 
 
 @pytest.fixture(scope="module", params=["dynamo", "torchscript"])
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The files of the nets of two seeds."""
-    folder = tmp_path_factory.mktemp(request.param)
-    found = [folder / f"{seed}.onnx" for seed in (1, 2)]
-    for seed, file in enumerate(found, 1):
-        dynamo = request.param == "dynamo"
-        htp_export.export(net(seed), (TOKENS,), file, dynamo=dynamo, verbose=False)
-    return found
+    return files_of_two(net, TOKENS, request.param, tmp_path_factory.mktemp(request.param))
 
 
 def stored(file: Any) -> Arrays:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
-from tests.bind.test_bind import same, stored
-from tests.nets import spread
+from tests.bind.test_bind import files_of_two, of_seed, same, stored
 
 FACTORS = torch.linspace(0.3, 1.7, 8).reshape(8, 1, 1)
 
@@ -39,28 +39,15 @@ class Net(nn.Module):
 X = torch.linspace(-1, 1, 216).reshape(2, 3, 6, 6)
 
 
-def net(seed: int, made: nn.Module | None = None) -> nn.Module:
-    torch.manual_seed(0)
-    made = spread(made or Net()).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in (*made.parameters(), *made.buffers()):
-            if tensor.is_floating_point():
-                tensor += 0.3 * torch.rand(tensor.shape, generator=generator)
-    return made
+def net(seed: int, make: Callable[[], nn.Module] = Net) -> nn.Module:
+    return of_seed(make, seed, 0.3)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(
     scope="module", params=["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)]
 )
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The files of the nets of two seeds."""
-    folder = tmp_path_factory.mktemp(request.param)
-    found = [folder / f"{seed}.onnx" for seed in (1, 2)]
-    for seed, file in enumerate(found, 1):
-        dynamo = request.param == "dynamo"
-        htp_export.export(net(seed), (X,), file, dynamo=dynamo, verbose=False)
-    return found
+    return files_of_two(net, X, request.param, tmp_path_factory.mktemp(request.param))
 
 
 def runs(file: Path) -> list[dict[str, np.ndarray]]:
@@ -319,7 +306,9 @@ def test_the_ranges_of_a_transformer(dynamo, tmp_path):
     made = []
     for seed in (1, 2):
         file, output = tmp_path / f"{seed}.onnx", tmp_path / f"{seed}_int8.onnx"
-        htp_export.export(net(seed, model), (), file, kwargs=tokens, dynamo=dynamo, verbose=False)
+        htp_export.export(
+            net(seed, lambda: model), (), file, kwargs=tokens, dynamo=dynamo, verbose=False
+        )
         [name] = [str(value.name) for value in htp_export.load(file).model.graph.inputs]
         data = {name: tokens["input_ids"].numpy()}
         htp_export.quantize(file, "int8", output, data=data)

@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 
 import htp_export
 from htp_export import tools
+from tests.handmade import nameless
 from tests.nets import composed, spread, x
 
 Tensor = torch.Tensor
@@ -101,25 +102,6 @@ def rounded(tagged: ir.Model, precision: str) -> htp_export.TaggedModel:
     return htp_export.load(tagged)
 
 
-def anonymous(model: ir.Model) -> ir.Model:
-    """A copy without tags, and without the names of nodes and tensors."""
-    plain = model.clone()
-    plain.metadata_props.clear()
-    ends = {*plain.graph.inputs, *plain.graph.outputs}
-    stored = list(plain.graph.initializers.values())
-    plain.graph.initializers.clear()
-    for number, value in enumerate(stored):
-        value.name = f"w{number}"
-        plain.graph.initializers.add(value)
-    for number, node in enumerate(plain.graph.all_nodes()):
-        node.name = f"n{number}"
-        node.metadata_props.clear()
-        for place, value in enumerate(node.outputs):
-            if value not in ends:
-                value.name = f"t{number}_{place}"
-    return plain
-
-
 # The original, the other file, and its precision: one of the files has merged what the other has not.
 PAIRS = [
     ("padding before a convolution", "dynamo,", "script,", "float16"),
@@ -148,7 +130,7 @@ def test_no_node_has_owners_that_did_not_compute_it_or_lacks_one(
     feed = {"x": NETS[net][1].numpy()}
     name = htp_export.load(original).model.graph.inputs[0].name
     data = {str(name): feed["x"]}
-    carried = htp_export.carry(original, anonymous(truth.model), data=data, require=0)
+    carried = htp_export.carry(original, nameless(truth.model.clone()), data=data, require=0)
     wrong = []
     for node, known in zip(carried.model.graph.all_nodes(), truth.nodes, strict=True):
         if node.metadata_props["htp.reason"] == "unknown" or not truth.owners_of(known):

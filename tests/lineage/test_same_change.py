@@ -19,6 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 
 import htp_export
 from htp_export import tools
+from tests.handmade import nameless
 from tests.nets import Holding, HoldsRouted, composed, sequence, spread, x
 from tests.truth import Judge, named_wrongly, run_pytorch, values_of
 
@@ -31,24 +32,7 @@ def without_names(tool: Callable[..., Any]) -> Callable[[Path, Path], Any]:
     def run(file: Path, output: Path) -> Any:
         plain = output.with_name("plain.onnx")
         tool(file, plain)
-        model = ir.load(plain)
-        ends = {*model.graph.inputs, *model.graph.outputs}
-        stored = list(model.graph.initializers.values())
-        model.graph.initializers.clear()
-        for number, value in enumerate(stored):
-            value.name = f"w{number}"
-            value.metadata_props.clear()
-            value.const_value.metadata_props.clear()
-            value.const_value.name = value.name
-            model.graph.initializers.add(value)
-        for number, node in enumerate(model.graph.all_nodes()):
-            node.name = f"n{number}"
-            node.metadata_props.clear()
-            for place, value in enumerate(node.outputs):
-                if value not in ends:
-                    value.name = f"t{number}_{place}"
-        model.metadata_props.clear()
-        ir.save(model, plain)
+        ir.save(nameless(ir.load(plain)), plain)
         return htp_export.carry(file, plain, output)
 
     return run

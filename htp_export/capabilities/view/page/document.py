@@ -80,7 +80,7 @@ def document(
         "more": "\n".join(elements),
         "scripts": "\n".join(f"<script>{source}</script>" for source in sources),
     }
-    text = asset("head.html") + asset(template)
+    text = asset("head.html") + asset(template) + asset("foot.html")
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place.group(1)], text)
 
 
