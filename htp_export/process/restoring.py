@@ -212,12 +212,13 @@ def no_collection(*, kept: bool = False) -> contextlib.AbstractContextManager[No
 def hold_collection(changes: Changes, *, kept: bool = False) -> None:
     """Suspend garbage collection until the changes are reverted; see `no_collection`."""
     was_enabled = gc.isenabled()
-    moves_objects = kept and not gc.get_freeze_count()
 
     def enable_again() -> None:
         if not was_enabled:
             return
-        if moves_objects:
+        # few new objects are visited fast, and counting what the user froze visits all of that
+        many_objects = gc.get_count()[0] > _OBJECTS
+        if kept and many_objects and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         gc.enable()

@@ -111,9 +111,11 @@ class Watched(nn.Module):
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_frozen(cycles_collected: None) -> Iterator[None]:
-    """Exports move their objects into the oldest generation only in a process that has frozen none."""
+    """Exports move many objects into the oldest generation, and only in a process that has frozen none."""
     gc.unfreeze()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restoring, "_OBJECTS", 0)
+        yield
     gc.freeze()
 
 
