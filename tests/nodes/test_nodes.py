@@ -268,6 +268,20 @@ def test_what_is_said_of_a_parameter_is_true_of_its_values(name, exporter, share
                 )
 
 
+@BOTH
+@pytest.mark.parametrize("name", ["two_parents", "two_names", "child_of_two_parents"])
+def test_parameters_of_a_module_with_several_names_are_found_under_the_first(
+    name, exporter, shared_files
+):
+    """torch names an initializer after any of them."""
+    parameters = htp_export.nodes(shared_files.net(name, exporter)).parameters
+    assert parameters
+    for parameter in parameters.values():
+        ways = {use.how for use in parameter.initializers}
+        assert ways
+        assert ways <= {(), ("transposed",)}, parameter.name
+
+
 class TestOtherFiles:
     def test_what_other_nodes_only_move_is_read_behind_them(self):
         weight = handmade.weight("fc.weight")

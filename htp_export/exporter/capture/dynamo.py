@@ -120,7 +120,8 @@ class DynamoCapture(Guarded):
         inputs = list(model.graph.inputs)
         outputs = list(model.graph.outputs)
         functions = model.functions.values()
-        weights = MadeWeights(model.graph, nodes, frozenset(state), functions)
+        state_names = {name: self.calls.names.state_name(name) for name in state}
+        weights = MadeWeights(model.graph, nodes, state_names, functions)
         self._first = _FirstGraph(
             model.graph, operations, inputs, outputs, equal, call_tensors, weights
         )

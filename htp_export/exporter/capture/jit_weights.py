@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from htp_export.exporter.capture.torchscript_internals import (
@@ -27,20 +27,20 @@ _ONNX = "onnx::"
 class JitWeights:
     """Recipes of the constant tensors in a JIT graph, read before its constants are folded.
 
-    ``state`` has the names in the model's ``state_dict``.
+    ``state``: name in the model's ``state_dict`` → name in recipes.
     """
 
     def __init__(
         self,
         graph: Any,
         parameters: Mapping[str, Any],
-        state: Collection[str],
+        state: Mapping[str, str],
     ) -> None:
         self._known: dict[int, Recipe] = {}
         for value in graph.inputs():
             name = value.debugName()
             if name in parameters:
-                self._known[value.unique()] = name if name in state else CONSTANT
+                self._known[value.unique()] = state.get(name, CONSTANT)
         # (first output of a node, position of an input) → the constant there
         self._read: dict[tuple[int, int], int] = {}
         # result of a batch normalization → recipes of weight and bias of the convolution with it
@@ -183,7 +183,7 @@ class JitWeights:
         if (output, position) in self._read:
             return self._known[self._read[output, position]]
         if name in self._state:
-            return step("computed", name, OPTIMIZER)
+            return step("computed", self._state[name], OPTIMIZER)
         return None
 
 

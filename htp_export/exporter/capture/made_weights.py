@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -28,7 +28,8 @@ class _Folding(NamedTuple):
 class MadeWeights:
     """Recipes of the constant tensors in a graph as torch translated it.
 
-    ``nodes`` have producers before consumers; initializers that are not in ``state`` are constants.
+    ``nodes`` have producers before consumers. ``state``: name of an initializer → that of its
+    parameter or buffer in recipes; initializers that it lacks are constants.
     ``functions`` are those that torch inlines later: their constants become initializers of the graph.
     """
 
@@ -36,13 +37,13 @@ class MadeWeights:
         self,
         graph: ir.Graph,
         nodes: Sequence[ir.Node],
-        state: Collection[str],
+        state: Mapping[str, str],
         functions: Iterable[ir.Function] = (),
     ) -> None:
         self.known: dict[ir.Value, Recipe] = {}
         for value in graph.initializers.values():
             name = str(value.name)
-            self.known[value] = name if name in state else CONSTANT
+            self.known[value] = state.get(name, CONSTANT)
         self._state = state
         self._foldings = list[_Folding]()
         follow(graph, nodes, self.known, FOLDED_BY_NUMPY)
@@ -123,7 +124,7 @@ class MadeWeights:
     def _recipe_of_new(self, name: str) -> Recipe:
         """The recipe of an initializer that replaces no value of the translated graph."""
         if name in self._state:
-            return step("computed", name, OPTIMIZER)
+            return step("computed", self._state[name], OPTIMIZER)
         # Inlining adds a number to the name; the constants of a function depend on none of its inputs.
         if known_beginning(name, self._names_in_functions) is not None:
             return CONSTANT

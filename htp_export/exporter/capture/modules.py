@@ -52,6 +52,13 @@ class ModuleNames:
             return None
         return parameters_of(self._model)
 
+    def state_name(self, name: str) -> str:
+        """The name of a parameter or buffer under the path of its module, which may have other names."""
+        module, _, own = name.rpartition(".")
+        path = self.aliases.get(module, module)
+        # a path with a number, ``block#2``, is no name of PyTorch
+        return f"{path}.{own}" if path in self.aliases and path else name
+
     def without_model(self) -> ModuleNames:
         """The same names, without keeping the modules alive."""
         other = ModuleNames(None)

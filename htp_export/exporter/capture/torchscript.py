@@ -64,7 +64,8 @@ class TorchScriptCapture(Guarded):
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
         self.kept: KeptWeights | None = None  # the weights that torch does not serialize
         self._paths = list(dict.fromkeys(names.paths.values()))
-        self._state = state_names(model)
+        # name in the traced graph → name in recipes
+        self._state = {name: names.state_name(name) for name in state_names(model)}
         self._user_inputs = 0
         self._first: _FirstGraph | None = None
         # the operations of the first graph, one for each ONNX node
