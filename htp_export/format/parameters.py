@@ -7,7 +7,7 @@ include buffers, a BatchNorm is folded into its convolution, and equal tensors a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,11 @@ class ModuleParameters:
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] | None = None
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether all are parameters of earlier modules, as those of a shared module at its second path."""
+        return self.tied.keys() == self.shapes.keys()
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ def declared(parameters: Mapping[str, ModuleParameters]) -> dict[str, Declared]:
 def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
     """Return module path → parameters, for modules with parameters; uninitialized parameters are left out.
 
+    A module that is registered under several names stands under each of them, as in ``state_dict``.
+
     Examples:
         >>> import torch
         >>> parameters_of(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()))["0"].shapes
@@ -80,7 +87,7 @@ def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
 
     first: dict[int, str] = {}
     parameters = {}
-    for path, _, module in module_paths(model):
+    for path, module in _registered(model):
         shapes, tied, frozen = {}, {}, set[str]()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(parameter, UninitializedParameter):
@@ -94,6 +101,13 @@ def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
         if shapes:
             parameters[path] = ModuleParameters(shapes, tied, frozenset(frozen))
     return parameters
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over the modules by path, and over those with other names by each of these."""
+    paths = {id(module): path for path, _, module in module_paths(model)}
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield paths.pop(id(module), name), module
 
 
 def frozen_to_json(parameters: Mapping[str, ModuleParameters]) -> str | None:

@@ -268,9 +268,14 @@ class TaggedModel:
         """Module path → its parameters in PyTorch; None if they are not in the file.
 
         None, too, if a module is missing, as in a part of a model that another tool extracted.
+        A shared module is in the tree under its first path, and here under each.
         """
         parameters = self._read(tags.PARAMETERS, parameters_from_json)
-        if parameters is None or not all(path in self.hierarchy for path in parameters):
+        if parameters is None:
+            return None
+        if any(
+            path not in self.hierarchy and not each.is_tied for path, each in parameters.items()
+        ):
             return None
         return self._read(tags.FROZEN, lambda text: with_frozen(parameters, text)) or parameters
 

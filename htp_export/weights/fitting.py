@@ -13,6 +13,7 @@ from htp_export.errors import InputError, nearest_names
 from htp_export.files.data_files import DataTensor
 from htp_export.format.parameters import Declared
 from htp_export.format.recipes import Recipe, operands_of, parameters_in
+from htp_export.model.hashes import same_numbers
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.rebuilding import recipes_of_stored
 from htp_export.weights.state_entries import StateEntries
@@ -131,6 +132,12 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
             missing.append(name)
             continue
         tensor = entries.tensors[origin]
+        other = _different_tied(entries, origin_of, needed, name)
+        if other:
+            unfit[name] = (
+                f"is the same parameter as {other} in the file, and differs from it in the weights"
+            )
+            continue
         declared = needed.declared.get(name)
         shape = tuple(tensor.shape.numpy())
         if declared is not None and shape != declared.shape:
@@ -181,6 +188,18 @@ def _converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtoco
 def _of_tied(origin_of: Mapping[str, str], needed: Needed, name: str) -> str | None:
     """Return the entry of a shared parameter that the weights contain under one of its other names."""
     return next((origin_of[each] for each in needed.same_as(name) if each in origin_of), None)
+
+
+def _different_tied(
+    entries: StateEntries, origin_of: Mapping[str, str], needed: Needed, name: str
+) -> str:
+    """Return another name of a shared parameter under which the weights have other numbers; empty if none."""
+    origins = {each: origin_of[each] for each in (name, *needed.same_as(name)) if each in origin_of}
+    tensors = {each: entries.tensors[origin] for each, origin in origins.items()}
+    for other in list(tensors)[1:]:
+        if not same_numbers(tensors[next(iter(tensors))], tensors[other]):
+            return other
+    return ""
 
 
 def _as_needed(entries: StateEntries, needed: Needed) -> tuple[StateEntries, list[str]]:

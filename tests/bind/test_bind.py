@@ -1,8 +1,9 @@
 """bind: the weights of another checkpoint in a descendant of an export, bit for bit as a new export has them."""
 
+import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
-from tests.nets import spread
+from tests.nets import NETS, spread
 from tools.bind_models import STEPS as OF_ALL_MODELS
 
 Arrays = dict[str, np.ndarray]
@@ -264,6 +265,30 @@ def test_parameters_that_were_equal_and_differ_now_are_named(tmp_path):
     assert set(bound.unbound) == {"one.weight", "two.weight"}
     both = dict.fromkeys(pair.state_dict(), torch.randn(8, 8))
     assert htp_export.bind(file, both).unbound == {}
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("name", ["tied_weights", "two_parents"])
+def test_a_shared_parameter_is_taken_under_any_of_its_names(name, exporter, shared_files):
+    file = shared_files.net(name, exporter)
+    model, _ = NETS[name].build()
+    state = model.state_dict()
+    names = sorted(key for key in state if key.endswith("weight"))
+    [(one, other)] = [
+        (first, second)
+        for first, second in itertools.combinations(names, 2)
+        if state[first].data_ptr() == state[second].data_ptr()
+    ]
+    for weights in (state, without(state, one), without(state, other)):
+        bound = htp_export.bind(file, weights)
+        assert (bound.missing, bound.unexpected, bound.unbound) == ((), (), {})
+    # load_state_dict would keep one of the two, without a word
+    with pytest.raises(InputError, match=f"{one}|{other}"):
+        htp_export.bind(file, {**state, one: state[one] + 1})
+
+
+def without(state: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {each: tensor for each, tensor in state.items() if each != name}
 
 
 @pytest.mark.parametrize("change", ["dropped", "swapped", "transposed", "scaled"])
