@@ -153,7 +153,7 @@ GOOD = {
         (json.dumps([{**GOOD, "name": 4}]), "event 0: 'name' is no name"),
         (json.dumps([{**GOOD, "args": []}]), "event 0: 'args' is no JSON object"),
         (json.dumps([{**GOOD, "args": {"op_name": {}}}]), "event 0: 'op_name' is no name"),
-        (json.dumps([GOOD]), "none of its 1 kernel is a node of the model"),
+        (json.dumps([GOOD]), "1 of its 1 kernel match no node of the model"),
         (json.dumps([{**GOOD, "name": "x" * 10**6}]), "event 0: 'name' is no name"),
     ],
 )
@@ -192,3 +192,13 @@ def test_a_trace_without_runs_is_one_run(plain, tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps([event]))
     found = htp_export.profile(plain, measured=[tmp_path / "trace.json"])
     assert (found.runs, found.kernels_ms) == (1, 2.0)
+
+
+def test_a_trace_of_another_model_is_refused_although_a_name_is_found(plain, tmp_path):
+    """torch names nodes alike in all models."""
+    [node, *_] = onnx.load(plain).graph.node
+    event = {**GOOD, "name": f"{node.name}_kernel_time", "args": {"op_name": node.op_type}}
+    others = [{**GOOD, "name": f"node_of_another_{number}_kernel_time"} for number in range(3)]
+    (tmp_path / "trace.json").write_text(json.dumps([event, *others]))
+    with pytest.raises(FileError, match="3 of its 4 kernels match no node of the model"):
+        htp_export.profile(plain, measured=[tmp_path / "trace.json"])

@@ -36,20 +36,22 @@ def read_measurements(
     the file itself. The model does not run.
 
     Raises:
-        FileError: A file is not a trace of ONNX Runtime, or none of its kernels is a node of the
-            model.
+        FileError: A file is not a trace of ONNX Runtime, or less than half of its kernels are nodes
+            of the model.
     """
     graphs = _Graphs(tagged, runnable, settings, folder)
     measured: list[Measurement] = []
     for file in files:
         for trace in read_recorded(file):
             kernels = graphs.kernels(trace)
-            if not any(kernel.owners for kernel in kernels):
-                names = ", ".join(repr(kernel.name) for kernel in kernels[:3])
+            unmatched = [kernel for kernel in kernels if not kernel.owners]
+            # torch names nodes alike in all models (node_add), so that some of any trace are found
+            if len(unmatched) > len(kernels) / 2:
+                names = ", ".join(repr(kernel.name) for kernel in unmatched[:3])
                 raise FileError(
                     file,
-                    f"none of its {many(len(kernels), 'kernel')} is a node of the model ({names}): "
-                    "give the file that was run there, or one that it was made of",
+                    f"{len(unmatched)} of its {many(len(kernels), 'kernel')} match no node of the model "
+                    f"({names}): give the file that was run there, or one that it was made of",
                 )
             providers: dict[str, float] = {}
             for kernel in kernels:

@@ -29,7 +29,7 @@ _PRODUCTS, _CONVOLUTIONS = "products with stored matrices", "convolutions"
 
 
 class AutoPrecision:
-    """Replaces the precision ``auto`` by one that is faster than fp32 on this machine.
+    """Replaces the precision ``auto`` by one that is usually faster than fp32 on this machine.
 
     The choice follows from the operators of the model, which has no functions; ``notes`` explain
     it. The measurements are in ``docs/quantize.md`` ("Which one"):
@@ -99,8 +99,8 @@ class AutoPrecision:
         products = f"{percent(work[_PRODUCTS] / total)} {_PRODUCTS}"
         convolutions = f"{percent(work[_CONVOLUTIONS] / total)} {_CONVOLUTIONS}"
         self.notes.append(
-            f"{prefix}auto is {name}, which is faster than fp32 here: {products}, {convolutions}; "
-            f"the processor is {_processor()}"
+            f"{prefix}auto is {name}, as a rule the fastest on {_processor()}: {products}, "
+            f"{convolutions}"
         )
         return replace(PRECISIONS[name], reduce_range=saturates())
 
@@ -150,7 +150,7 @@ def _processor() -> str:
     if is_arm():
         return "ARM"
     if saturates():
-        return "x86 without VNNI, so weights have 7 bits"
+        return "x86 without VNNI (weights get 7 bits)"
     return "x86"
 
 

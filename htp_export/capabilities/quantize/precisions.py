@@ -11,7 +11,7 @@ from htp_export.capabilities.quantize.method import CHECKPOINT, FIELDS, Precisio
 from htp_export.errors import InputError, RuleError, unknown_name
 
 AUTO = Precision("auto")
-"""A placeholder, which `AutoPrecision` replaces by one that is faster than fp32 on this machine."""
+"""A placeholder, which `AutoPrecision` replaces by one that is usually faster than fp32 on this machine."""
 
 PRECISIONS: Mapping[str, Precision] = {
     precision.name: precision

@@ -93,7 +93,7 @@ def quantize_command(
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.
 
-    Without a plan, one that is faster than fp32 on this machine. Exactly the modules of the plan
+    Without a plan, one that is usually faster than fp32 on this machine. Exactly the modules of the plan
     change. Without --data, ranges of activations are measured on random inputs.
     """
     from htp_export.capabilities.quantize.method import CHECKPOINT

@@ -94,7 +94,7 @@ def quantize(
             calibrated; ``u8s8`` is the fast one on x86), ``int8-dynamic``, ``int4``,
             ``int8-weights`` (weights in blocks), ``fp8``, ``fp16``, ``bf16``, ``fixed:8.4`` (fixed
             point), ``mxint8``, ``mxfp8``, ``mxfp6``, ``mxfp4`` (microscaling), ``fp32`` (as it is),
-            ``auto`` (one that is faster than fp32 on this machine), a `Precision`, or a mapping
+            ``auto`` (one that is usually faster than fp32 on this machine), a `Precision`, or a mapping
             with the name as ``precision`` and other fields. Or one of these for the whole model.
         output: The file to write.
         data: For precisions that are calibrated: input name → array, or an ``.npz`` file, for one
