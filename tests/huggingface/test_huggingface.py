@@ -130,6 +130,14 @@ class TestLoadModel:
             saved.bert.embeddings.word_embeddings.weight,
         )
 
+    def test_a_folder_with_the_name_of_a_model_type_says_that_it_hides_it(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "gpt2").mkdir()
+        with pytest.raises(ModelSourceError, match="hides the model type"):
+            load_model("gpt2", random_weights=True)
+
     def test_folder_with_a_config_alone_needs_random_weights(self, tmp_path):
         with pytest.raises(ModelSourceError, match="has no config"):
             load_model(str(tmp_path))

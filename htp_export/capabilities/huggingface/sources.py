@@ -135,7 +135,12 @@ class Source:
         if not is_folder and not is_gguf(self.name):
             self._refuse_file_name(folder)
         if is_folder and not (folder / "config.json").is_file():
-            raise ModelSourceError(self.name, "the folder has no config.json")
+            problem = "the folder has no config.json"
+            if self.name in CONFIG_MAPPING:
+                problem += (
+                    "; it hides the model type of this name: use another folder, or rename it"
+                )
+            raise ModelSourceError(self.name, problem)
         if self._is_path and not is_folder and not is_gguf(self.name):
             problem = "is no folder; give a folder with a config.json, a hub id or a model type"
             raise ModelSourceError(self.name, problem)

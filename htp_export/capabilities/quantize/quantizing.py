@@ -407,7 +407,7 @@ def _result(
     for path, contents in contents_of(choice.tagged).modules.items():
         modules[path] = QuantizedModule(
             **vars(choice.tagged.hierarchy[path]),
-            precision=precisions[path],
+            precision=precisions[path] if contents.nodes else None,
             bytes_before=contents.facts.weight_bytes,
             bytes_after=bytes_after.get(path, 0),
             nodes=len(contents.nodes),
