@@ -263,6 +263,34 @@ class TestTheFirstModuleThatOverflows:
         assert "1 has infinity at the same places on both sides" in found.summary
 
 
+@BOTH
+def test_an_overflow_that_only_other_processors_have_is_named(exporter, tmp_path):
+    """ONNX Runtime adds float16 in float32 on a CPU: the sum is finite there, and infinite on a GPU."""
+    net = composed(
+        lambda parts, x: parts.norm(x + parts.large(x)),
+        large=spread(nn.Linear(16, 16)),
+        norm=nn.LayerNorm(16),
+    ).eval()
+    with torch.no_grad():
+        net.large.weight.mul_(1e6)
+    given = {"x": x(2, 16)}
+    file = exported_to(tmp_path / "fp32.onnx", net, given, exporter)
+    [name] = [value.name for value in onnx.load(file).graph.input]
+    feed = {name: given["x"].numpy()}
+
+    def first(plan):
+        quantized = htp_export.quantize(file, plan, tmp_path / "fp16.onnx", data=feed, check=True)
+        found = htp_export.compare(file, tmp_path / "fp16.onnx", feed)
+        assert found.ok
+        assert found.not_finite == quantized.check.not_finite
+        return found.not_finite
+
+    [overflow] = first({"**": "fp16", "large,norm": "fp32"})
+    assert (overflow.module, overflow.side, overflow.in_float16_only) == ("", "compared", True)
+    # the parent, whose sum it is, in float32
+    assert first({".": "fp32"}) == ()
+
+
 def test_a_tensor_of_the_model_itself_that_overflows_is_told_of_the_model(tmp_path):
     model = composed(
         lambda parts, x: parts.fc(x * 1e25 * 1e25).tanh(), fc=spread(nn.Linear(4, 4))

@@ -24,6 +24,7 @@ from htp_export.capabilities.verify.file_run import (
     with_sorted_results,
     with_taken_branches,
 )
+from htp_export.capabilities.verify.float16_overflow import first_overflow
 from htp_export.capabilities.verify.locating import (
     blame_by_graph,
     first_not_finite,
@@ -32,7 +33,13 @@ from htp_export.capabilities.verify.locating import (
     tolerance_of,
 )
 from htp_export.capabilities.verify.pytorch_run import ModuleCall
-from htp_export.capabilities.verify.results import NOT_COMPARED, Comparison, ModuleResult, over_runs
+from htp_export.capabilities.verify.results import (
+    NOT_COMPARED,
+    Comparison,
+    ModuleResult,
+    NotFinite,
+    over_runs,
+)
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -159,9 +166,20 @@ class _Files:
             wrong,
             tags=(self.ours.tag_facts, self.theirs.tag_facts),
             assumed=feed.notes,
-            not_finite=first_not_finite(second.tagged, checked),
+            not_finite=_not_finite(first, second, checked),
             source=line_at_fault(second.tagged, modules, wrong[0]) if wrong else "",
         )
+
+
+def _not_finite(
+    first: FileRun, second: FileRun, checked: Sequence[CheckedCall]
+) -> tuple[NotFinite, ...]:
+    """The first infinity and the first NaN; without an infinity, one that is in float16 only."""
+    found = first_not_finite(second.tagged, checked)
+    if any(each.kind == "infinite" for each in found):
+        return found
+    overflow = first_overflow(first, second)
+    return found if overflow is None else (overflow, *found)
 
 
 def _check_one_model(

@@ -71,7 +71,7 @@ def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
             if is_unexplained and not _is_result(value, calls):
                 # No module returns it: the module that computes it for another one is wrong.
                 problem = f"computes {result.tensor!r}: {result.difference.problem}"
-                modules.setdefault(_computing_module(tagged, value), problem)
+                modules.setdefault(computing_module(tagged, value), problem)
                 explained.add(value)
         for value, result in call.outputs:
             is_origin = value not in inputs and value in origins
@@ -93,7 +93,7 @@ def _is_result(value: ir.Value, calls: Sequence[CheckedCall]) -> bool:
     return False
 
 
-def _computing_module(tagged: TaggedModel, value: ir.Value) -> str:
+def computing_module(tagged: TaggedModel, value: ir.Value) -> str:
     """The module that computes a tensor, or the innermost common parent of its owners."""
     producer = value.producer()
     owners = tagged.owners_of(producer) if producer is not None else ()
@@ -195,7 +195,7 @@ def _tensors_in_order(
     for call in calls:
         for value, result in call.inputs:
             if value not in returned and value not in seen:
-                yield _computing_module(tagged, value), result
+                yield computing_module(tagged, value), result
                 seen.add(value)
         for value, result in call.outputs:
             if value not in seen:

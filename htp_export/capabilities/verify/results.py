@@ -64,6 +64,8 @@ class NotFinite(PlainData):
         elements: The number of these elements.
         size: The number of elements of the tensor.
         source: The line of the model's code that computes it, with the code; ``""`` if unknown.
+        in_float16_only: Whether the run did not overflow, because ONNX Runtime computed this tensor,
+            which is in float16, in float32 on this processor.
     """
 
     module: str
@@ -73,6 +75,7 @@ class NotFinite(PlainData):
     elements: int
     size: int
     source: str = ""
+    in_float16_only: bool = False
 
     @property
     def text(self) -> str:
@@ -85,7 +88,9 @@ class NotFinite(PlainData):
             "both": "on both sides",
         }
         place = f"; {self.source}" if self.source else ""
-        return f"first {kind}: {_shown(self.module)}, {number}, {sides[self.side]}{place}"
+        hidden = " (in float16; computed in float32 on this processor)"
+        side = sides[self.side] + (hidden if self.in_float16_only else "")
+        return f"first {kind}: {_shown(self.module)}, {number}, {side}{place}"
 
 
 @dataclass(frozen=True)
