@@ -175,6 +175,23 @@ def test_a_module_that_was_fused_away_is_compared_at_the_one_around_it(tmp_path)
         assert module.reason == "model b has none of its tensors; compared at 0"
 
 
+class Sum(Holding, left=nn.Linear(8, 8), right=nn.Linear(8, 8)):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.left(x)) * self.right(x)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_modules_after_a_dropped_one_inherit_its_error(exporter, tmp_path):
+    """They receive the tensor of another module, which is right as the result of that one."""
+    net = spread(nn.Sequential(Sum(), Sum(), Sum())).eval()
+    exported(net, {"input": x(2, 8)}, exporter, tmp_path)
+    htp_export.prune(tmp_path / "model.onnx", {"1": "drop"}, tmp_path / "dropped.onnx")
+    result = htp_export.compare(tmp_path / "model.onnx", tmp_path / "dropped.onnx")
+    assert result.wrong == ("1",)
+    for path in ("2", "2.left", "2.right"):
+        assert result.modules[path].status == "inherits"
+
+
 def test_files_of_two_models_are_refused(files, tmp_path):
     class Wider(Wide):
         def __init__(self) -> None:

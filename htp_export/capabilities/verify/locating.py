@@ -73,15 +73,22 @@ def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
                 problem = f"computes {result.tensor!r}: {result.difference.problem}"
                 modules.setdefault(computing_module(tagged, value), problem)
                 explained.add(value)
+        if any(_is_other_tensor(result, excess[value]) for value, result in call.inputs):
+            # It received another tensor than in the reference, so that its outputs have to differ.
+            explained.update(value for value, _ in call.outputs)
         for value, result in call.outputs:
             is_origin = value not in inputs and value in origins
-            # The tensor itself is right elsewhere: the call returns another one in its place.
-            is_other_tensor = excess[value] <= 1 and not result.difference.agrees
+            is_other_tensor = _is_other_tensor(result, excess[value])
             if (is_origin and value not in explained) or is_other_tensor:
                 explained.add(value)
                 blamed.append(index)
                 modules.setdefault(call.path, "")
     return Blame(tuple(dict.fromkeys(blamed)), modules)
+
+
+def _is_other_tensor(result: TensorResult, smallest_excess: float) -> bool:
+    """Whether a call has another tensor in the place of the right one: the tensor itself is right elsewhere."""
+    return smallest_excess <= 1 and not result.difference.agrees
 
 
 def _is_result(value: ir.Value, calls: Sequence[CheckedCall]) -> bool:
