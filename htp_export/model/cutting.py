@@ -213,10 +213,17 @@ class Cutter:
                 f"module {path!r} has no call {call}: it ran {many(info.calls, 'time')}, counted from 0"
             )
         if info.fate.is_merged:
-            others = ", ".join(map(repr, info.fused_with))
+            others = ", ".join(repr(other) if other else "the root" for other in info.fused_with)
+            around = self._whole_around(path)
+            remedy = (
+                f"take {around!r} instead"
+                if around
+                else "no module around it is whole; take a file that was not optimised, as "
+                "htp_export.export(..., optimize=False) writes it in Python"
+            )
             raise InputError(
                 f"module {path!r} was fused with {others}: a tensor at its border is not in the file; "
-                f"take {self._whole_around(path)!r} instead"
+                f"{remedy}"
             )
         if not region.nodes:
             reason = "the file gives it none" if info.fate.is_exact else info.fate.meaning
