@@ -319,7 +319,7 @@ def _tagged_summary(model: ir.Model) -> GraphSummary:
 
 
 def _lasting(props: Mapping[str, str]) -> dict[str, str]:
-    lasting = (tags.PARAMETERS, tags.FROZEN, tags.CALLERS, tags.PROVENANCE)
+    lasting = (tags.PARAMETERS, tags.FROZEN, tags.ASSUMED, tags.CALLERS, tags.PROVENANCE)
     return {key: props[key] for key in lasting if key in props}
 
 

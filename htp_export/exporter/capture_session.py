@@ -71,6 +71,8 @@ def write_tags(captured: Captured, model: ir.Model) -> None:
         for node in nodes:
             _write_source(node)
     new_tags.write(model, nodes)
+    with seam("finding the weights that the graph assumes"):
+        capture.record_assumed(model)
 
 
 def _write_source(node: ir.Node) -> None:

@@ -72,6 +72,23 @@ def _write(metadata: MutableMapping[str, str], key: str, entries: Mapping[str, A
         metadata[key] = tags.json_text(entries)
 
 
+def write_assumed(metadata: MutableMapping[str, str], assumed: Mapping[str, float]) -> None:
+    """Write parameter → the number that all of its elements have to be."""
+    _write(metadata, tags.ASSUMED, assumed)
+
+
+def read_assumed(metadata: Mapping[str, str]) -> dict[str, float]:
+    """Return parameter → the number that all of its elements have to be; a ValueError if invalid.
+
+    Examples:
+        >>> read_assumed({"htp.assumed": '{"fc.bias":0.0}'}), read_assumed({})
+        ({'fc.bias': 0.0}, {})
+    """
+    text = metadata.get(tags.ASSUMED, "{}")
+    numbers = tags.json_object(tags.ASSUMED, text, "parameters and numbers", (int, float))
+    return {name: float(number) for name, number in numbers.items()}
+
+
 def read_contamination(metadata: Mapping[str, str]) -> set[tuple[str, str, bool]]:
     """Return ``(module, tensor, leaves)`` for boundary tensors that PyTorch does not have; empty if invalid.
 

@@ -104,7 +104,7 @@ def parameters_of(model: nn.Module) -> dict[str, ModuleParameters]:
 
 
 def _registered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the modules by path, and over those with other names by each of these."""
+    """Iterate over the modules by path; one with several names comes again under each other name."""
     paths = {id(module): path for path, _, module in module_paths(model)}
     for name, module in model.named_modules(remove_duplicate=False):
         yield paths.pop(id(module), name), module

@@ -241,6 +241,23 @@ def is_exact(recipe: Recipe) -> bool:
     return recipe == CONSTANT or not why_not_exact(recipe)
 
 
+_LAYOUT = frozenset(
+    ("transpose", "reshape", "squeeze", "unsqueeze", "expand", "slice", "take", "concat")
+)
+
+
+def is_layout(recipe: Recipe) -> bool:
+    """Return whether all steps of a recipe keep the type and the numbers of their operands.
+
+    Examples:
+        >>> is_layout(["transpose", "fc.weight", [1, 0]]), is_layout(["cast", "fc.weight", "float16"])
+        (True, False)
+    """
+    if not isinstance(recipe, list):
+        return True
+    return recipe[0] in _LAYOUT and all(map(is_layout, operands_of(recipe)))
+
+
 def operands_of(recipe: list[Any]) -> list[Any]:
     """Return the operands of the outermost step of a recipe."""
     return recipe[1:-1] if _FORMS[recipe[0]].setting else recipe[1:]

@@ -73,6 +73,7 @@ CALLERS = "htp.callers"
 SIGNATURES = "htp.signatures"
 PARAMETERS = "htp.parameters"
 FROZEN = "htp.frozen"
+ASSUMED = "htp.assumed"  # parameters that an optimiser removed with their values
 CONTAMINATION = "htp.contamination"
 FUNCTIONS = "htp.functions"
 LORA = "htp.lora"
@@ -92,6 +93,7 @@ MODEL_KEYS = (
     SIGNATURES,
     PARAMETERS,
     FROZEN,
+    ASSUMED,
     CONTAMINATION,
     FUNCTIONS,
     MAP,
@@ -273,10 +275,12 @@ def json_text(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
 
 
-def json_object(key: str, text: str, of: str, values: type = object) -> dict[str, Any]:
+def json_object(
+    key: str, text: str, of: str, values: type | tuple[type, ...] = object
+) -> dict[str, Any]:
     """Parse the value of a metadata key that is a JSON object; a `ValueError` for any other value.
 
-    ``of`` describes its contents in the message; ``values`` is the class of its values.
+    ``of`` describes its contents in the message; ``values`` is the class of its values, or several.
     """
     try:
         entries = parse_json(text)

@@ -11,8 +11,10 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError, nearest_names
 from htp_export.files.data_files import DataTensor
+from htp_export.format.model_metadata import read_assumed
 from htp_export.format.parameters import Declared
-from htp_export.format.recipes import Recipe, operands_of, parameters_in
+from htp_export.format.recipes import Recipe, is_layout, operands_of, parameters_in
+from htp_export.model.assumed_values import only_number
 from htp_export.model.hashes import same_numbers
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.rebuilding import recipes_of_stored
@@ -20,11 +22,6 @@ from htp_export.weights.state_entries import StateEntries
 
 _PREFIXES = ("model.", "module.", "_orig_mod.", "base_model.model.")
 """Prefixes that a wrapper puts in front of all names: transformers' heads, DataParallel, torch.compile, PEFT."""
-
-_LAYOUT = frozenset(
-    ("transpose", "reshape", "squeeze", "unsqueeze", "expand", "slice", "take", "concat")
-)
-"""Steps of recipes that keep the type of their operands."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +34,8 @@ class Needed:
         kinds: Entry → its type at the export, if a stored tensor has this type.
         declared: Parameter → its module and shape in the file's metadata.
         modules: The paths of the modules.
+        assumed: Parameter → the number that all of its elements have to be, because an optimiser
+            removed it from the graph.
     """
 
     recipes: Mapping[ir.Value, Recipe]
@@ -44,6 +43,7 @@ class Needed:
     kinds: Mapping[str, ir.DataType]
     declared: Mapping[str, Declared]
     modules: Collection[str]
+    assumed: Mapping[str, float]
 
     @classmethod
     def of(cls, tagged: TaggedModel) -> Needed:
@@ -51,7 +51,14 @@ class Needed:
         recipes = recipes_of_stored(tagged.model)
         names = dict.fromkeys(itertools.chain.from_iterable(map(parameters_in, recipes.values())))
         modules = frozenset(tagged.hierarchy)
-        return cls(recipes, tuple(names), _kinds(recipes), tagged.declared or {}, modules)
+        declared = tagged.declared or {}
+        # of a part of the model, those of its modules
+        assumed = {
+            name: number
+            for name, number in read_assumed(tagged.model.metadata_props).items()
+            if name.rpartition(".")[0] in modules
+        }
+        return cls(recipes, tuple(names), _kinds(recipes), declared, modules, assumed)
 
     def may_be_buffer(self, name: str, tensor: ir.TensorProtocol) -> bool:
         """Whether an entry can be a counter such as BatchNorm's ``num_batches_tracked``, which no node reads."""
@@ -94,7 +101,7 @@ def _kinds(recipes: Mapping[ir.Value, Recipe]) -> dict[str, ir.DataType]:
     """Return the types of entries that are stored in their own type, in any layout."""
     kinds: dict[str, ir.DataType] = {}
     for value, recipe in recipes.items():
-        has_type = _keeps_type(recipe) or _are_scales(recipe)
+        has_type = is_layout(recipe) or _are_scales(recipe)
         if has_type and value.const_value is not None:
             kinds.update(dict.fromkeys(parameters_in(recipe), value.const_value.dtype))
     return kinds
@@ -104,13 +111,7 @@ def _are_scales(recipe: Recipe) -> bool:
     """Whether a recipe computes scales of blocks of a matrix; scales have the type of the matrix."""
     if not isinstance(recipe, list) or recipe[0] != "quantize":
         return False
-    return bool(recipe[-1][0] == "scales") and all(map(_keeps_type, operands_of(recipe)))
-
-
-def _keeps_type(recipe: Recipe) -> bool:
-    if not isinstance(recipe, list):
-        return True
-    return recipe[0] in _LAYOUT and all(map(_keeps_type, operands_of(recipe)))
+    return bool(recipe[-1][0] == "scales") and all(map(is_layout, operands_of(recipe)))
 
 
 def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
@@ -154,6 +155,15 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
         else:
             tensors[name] = converted(tensor, wanted)
             casts[tensor.dtype, wanted] = casts.get((tensor.dtype, wanted), 0) + 1
+    for name, number in needed.assumed.items():
+        origin = origin_of.get(name) or _of_tied(origin_of, needed, name)
+        if origin is None:
+            missing.append(name)
+        elif only_number(entries.tensors[origin]) != number:
+            unfit[name] = (
+                f"was {number:g} everywhere at the export, so that an optimiser removed it from the graph: "
+                "bind the file before that, or export the new weights"
+            )
     known = {*needed.names, *needed.declared}
     unexpected = tuple(
         name

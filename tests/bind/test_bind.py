@@ -18,7 +18,7 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
-from tests.nets import NETS, spread
+from tests.nets import NETS, Holding, spread
 from tools.bind_models import STEPS as OF_ALL_MODELS
 
 Arrays = dict[str, np.ndarray]
@@ -245,19 +245,48 @@ def test_another_shape_is_refused_with_both(files):
         htp_export.bind(files[0], state)
 
 
-def test_parameters_that_were_equal_and_differ_now_are_named(tmp_path):
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-            self.two.load_state_dict(self.one.state_dict())
+class Pair(Holding, one=nn.Linear(8, 8, bias=False), two=nn.Linear(8, 8, bias=False)):
+    """Two layers with the same weights, which an exporter stores once."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.one(x).relu() + self.two(x.tanh())
+    def __init__(self, inner: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.two.load_state_dict(self.one.state_dict())
 
-    pair = Pair().eval()
-    file = tmp_path / "pair.onnx"
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x).relu() + self.two(self.inner(x))
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_parameters_that_were_equal_have_an_initializer_each_if_they_differ_now(
+    exporter, precision, tmp_path
+):
+    pair, given = Pair(torch.tanh).eval(), torch.randn(2, 8)
+    apart = {name: torch.randn(8, 8) for name in pair.state_dict()}
+    files = [tmp_path / "equal.onnx", tmp_path / "apart.onnx"]
+    for file, state in zip(files, (pair.state_dict(), apart), strict=True):
+        pair.load_state_dict(state)
+        htp_export.export(pair, (given,), file, dynamo=exporter == "dynamo", verbose=False)
+        htp_export.quantize(file, {"**": precision}, file)
+    bound = htp_export.bind(files[0], apart, tmp_path / "bound.onnx")
+    assert bound.unbound == {}
+    assert any("equal at the export" in note for note in bound.notes)
+    found, expected = stored(tmp_path / "bound.onnx"), stored(files[1])
+    assert sorted(map(np.ndarray.tobytes, found.values())) == sorted(
+        map(np.ndarray.tobytes, expected.values())
+    )
+    outputs = []
+    for file in (tmp_path / "bound.onnx", files[1]):
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        outputs += session.run(None, {session.get_inputs()[0].name: given.numpy()})
+    np.testing.assert_array_equal(*outputs)
+
+
+def test_equal_parameters_that_one_node_reads_for_both_are_named(tmp_path):
+    pair, file = Pair(lambda x: x).eval(), tmp_path / "pair.onnx"
     htp_export.export(pair, (torch.randn(2, 8),), file, dynamo=True, verbose=False)
+    htp_export.optimize(file, file, level="tolerant")  # both products are one node
     apart = {name: torch.randn(8, 8) for name in pair.state_dict()}
     with pytest.raises(InputError, match="were equal at the export"):
         htp_export.bind(file, apart)
@@ -265,6 +294,43 @@ def test_parameters_that_were_equal_and_differ_now_are_named(tmp_path):
     assert set(bound.unbound) == {"one.weight", "two.weight"}
     both = dict.fromkeys(pair.state_dict(), torch.randn(8, 8))
     assert htp_export.bind(file, both).unbound == {}
+
+
+def without_sums_of_zeros(file: Path, output: Path) -> None:
+    """A tool that removes the addition of the first bias, and the tags."""
+    model = onnx.load(file)
+    [add] = [node for node in model.graph.node if "0.bias" in node.input]
+    [kept] = [name for name in add.input if name != "0.bias"]
+    model.graph.node.remove(add)
+    for node in model.graph.node:
+        node.input[:] = [kept if name == add.output[0] else name for name in node.input]
+        del node.metadata_props[:]
+    [bias] = [tensor for tensor in model.graph.initializer if tensor.name == "0.bias"]
+    model.graph.initializer.remove(bias)
+    htp_export.carry(file, model, output)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda file, output: htp_export.optimize(file, output, level="tolerant"),
+        without_sums_of_zeros,
+    ],
+    ids=["optimize", "a tool, and carry"],
+)
+def test_a_bias_that_an_optimiser_removed_because_it_was_zero_is_named(optimizer, tmp_path):
+    model = spread(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))).eval()
+    nn.init.zeros_(model[0].bias)
+    file = tmp_path / "net.onnx"
+    htp_export.export(model, (torch.randn(2, 3, 8),), file, dynamo=True, verbose=False)
+    optimizer(file, tmp_path / "small.onnx")
+    assert "0.bias" not in stored(tmp_path / "small.onnx")
+    state = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    with pytest.raises(InputError, match=r"'0.bias' was 0 everywhere at the export"):
+        htp_export.bind(tmp_path / "small.onnx", state)
+    assert "0.bias" in htp_export.bind(tmp_path / "small.onnx", state, strict=False).unbound
+    still_zero = {**state, "0.bias": torch.zeros(8)}
+    assert htp_export.bind(tmp_path / "small.onnx", still_zero).unbound == {}
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])

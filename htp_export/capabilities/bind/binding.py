@@ -13,6 +13,7 @@ import onnx_ir as ir
 from htp_export.alignment.origin_map import renew_map
 from htp_export.capabilities.bind.bound import Bound, LazyArrays, Origin
 from htp_export.capabilities.bind.destinations import Destination
+from htp_export.capabilities.bind.equal_parameters import tell_apart
 from htp_export.capabilities.bind.parts import Selector
 from htp_export.capabilities.bind.ranges import Ranges
 from htp_export.errors import InputError
@@ -25,7 +26,7 @@ from htp_export.model.tagged import ModelSource, TaggedModel, for_change, load, 
 from htp_export.reporting.columns import many
 from htp_export.runtime.data import Data
 from htp_export.weights.fitting import Fitted, Needed, fit
-from htp_export.weights.rebuilding import rebuilt
+from htp_export.weights.rebuilding import Rebuilt, rebuilt
 from htp_export.weights.state_entries import Weights, read_entries
 
 _MOST_NAMED = 3
@@ -122,7 +123,13 @@ def bind(
     entries = read_entries(weights)
     destination.check(entries.tensors)
     fitted, adapted = _adapted(fit(entries, needed, cast=cast), needed, adapters)
-    tensors, unbound = _made(tagged, needed, fitted)
+    made = rebuilt(tagged, fitted.tensors, fitted.unfit)
+    is_fixed = in_place_data or only is not None  # the ONNX file stays as it is
+    own = () if is_fixed else tell_apart(tagged, made.unknown)
+    if own:
+        needed = Needed.of(tagged)
+        made = rebuilt(tagged, fitted.tensors, fitted.unfit)
+    tensors, unbound = made.tensors, _unbound(needed, fitted, made)
     if strict:
         _refuse(fitted, unbound)
     tensors = destination.placed(tagged, needed, tensors, fitted.tensors)
@@ -135,6 +142,9 @@ def bind(
     if check is not None:
         _check(weights, check, tagged)
     result = _result(tagged, needed, fitted, tensors, unbound, ranges)
+    if own:
+        note = f"{many(len(own), 'initializer')} are new: parameters that were equal at the export differ"
+        result = replace(result, notes=(*result.notes, note))
     notes = destination.write(tagged, needed, tensors, old, entries.tensors)
     return replace(
         result,
@@ -208,17 +218,16 @@ def _files_read(weights: Weights, adapters: Mapping[str, float] | None) -> list[
     return files
 
 
-def _made(
-    tagged: TaggedModel, needed: Needed, fitted: Fitted
-) -> tuple[Mapping[ir.Value, ir.TensorProtocol], dict[str, str]]:
-    """Return the new tensors, and for each entry that cannot be bound the reason."""
-    made = rebuilt(tagged, fitted.tensors, fitted.unfit)
+def _unbound(needed: Needed, fitted: Fitted, made: Rebuilt) -> dict[str, str]:
+    """Return the reason for each entry that cannot be bound."""
     unbound: dict[str, str] = {}
     for value, why in made.unknown.items():
         names = list(parameters_in(needed.recipes[value]))
         # A recipe without entries keeps the name of the tensor.
         unbound.update(dict.fromkeys(names or [f"initializer {value.name!r}"], why))
-    return made.tensors, unbound
+    for name in needed.assumed.keys() & fitted.unfit.keys():
+        unbound.setdefault(name, f"{name!r} {fitted.unfit[name]}")
+    return unbound
 
 
 def _refuse(fitted: Fitted, unbound: Mapping[str, str]) -> None:

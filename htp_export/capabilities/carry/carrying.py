@@ -22,6 +22,7 @@ from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
+from htp_export.model.assumed_values import ReadParameters
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import name_of_node
 from htp_export.model.tagged import (
@@ -280,6 +281,8 @@ def _carried(
     found = find_owners(origin, model, settings, sure)
     hierarchy, contamination = tag(model, found.nodes, found.owned, found.alignment, origin)
     carry_recipes(origin.model, model)
+    if origin.model is not None:
+        ReadParameters.of(origin.model).record_assumed(model)
     if origin.has_map:
         model.metadata_props[tags.MAP] = map_of(model)
     recovered = Counter(str(entry.reason) for entry in found.owned if not entry.kept)

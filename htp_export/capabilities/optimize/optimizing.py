@@ -32,6 +32,7 @@ from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.lineage.difference import PassDifference
+from htp_export.model.assumed_values import ReadParameters
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel
@@ -118,7 +119,9 @@ def optimize(
         samples = Samples.of(settings, original.model)
         check = OutputCheck(original.model, samples)
     pipeline = Pipeline(chosen, check, keep_exact=keep_exact)
+    before = ReadParameters.of(original.model)
     optimized = pipeline.run(original)
+    before.record_assumed(optimized.model)
     if output is not None:
         write_model(optimized.model, output, external_data, share_weights=share_weights)
         for beside in providers("files_beside"):

@@ -254,6 +254,11 @@ class DynamoCapture(Guarded):
             alive = set(all_values(model.graph))
             self._first.weights.write(model, lambda value: self._last(value, alive))
 
+    def record_assumed(self, model: ir.Model) -> None:
+        """Record the values of parameters that torch's optimizer removed from the graph."""
+        if self._first is not None:
+            self._first.weights.parameters.record_assumed(model)
+
     def _counterparts(self, first: _FirstGraph, graph: ir.Graph) -> dict[Any, Any]:
         """Tensor of the first graph → the tensor that has its value now; absent without one."""
         alive = set(all_values(graph))

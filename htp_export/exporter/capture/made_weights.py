@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from htp_export.exporter.capture.jit_weights import OPTIMIZER
 from htp_export.format.recipes import CONSTANT, Recipe, step
+from htp_export.model.assumed_values import ReadParameters
 from htp_export.model.folded_recipes import batchnorm_folded, merged
 from htp_export.model.recipes import FOLDED_BY_NUMPY, follow, known_beginning, recorded
 from htp_export.shapes.operator_kinds import is_standard
@@ -45,6 +46,13 @@ class MadeWeights:
             name = str(value.name)
             self.known[value] = state.get(name, CONSTANT)
         self._state = state
+        self.parameters = ReadParameters(
+            {
+                state[str(value.name)]: value.const_value
+                for value in graph.initializers.values()
+                if value.name in state and value.uses()
+            }
+        )
         self._foldings = list[_Folding]()
         follow(graph, nodes, self.known, FOLDED_BY_NUMPY)
         self._names_in_functions: set[str] = set()
