@@ -211,6 +211,34 @@ def test_the_map_is_saved_as_an_image(page, net):
     assert saved == page.run(f"[`${{htp.data.name}}.png`, {canvas}.width, {canvas}.height]")
 
 
+@pytest.mark.parametrize("shape", ["tree", "flame"])
+def test_the_map_is_saved_as_a_drawing_that_looks_like_it(page, net, shape):
+    start(page, net)
+    page.run(f"htp.tab('map'), document.getElementById('map-shape').value = '{shape}', htp.map.draw()")
+    saved = page.run(
+        "new Promise((done) => { htp.picture.save = (drawing, name) => drawing.text()"
+        ".then((text) => done([name, text])); document.getElementById('map-svg').click(); })"
+    )
+    assert saved[0] == page.run("`${htp.data.name}.svg`")
+    labels = page.run("htp.map.boxes().filter((box) => box.width > 34 && box.height > 14).map((box) => box.module.label)")
+    assert len(labels) > 3
+    assert all(f">{label}</text>" in saved[1] for label in labels)
+    # Drawn over the canvas, the SVG differs from it in the edges of letters at most.
+    off = page.run(
+        "(async () => { const canvas = document.querySelector('#map canvas'); const image = new Image();"
+        "image.src = URL.createObjectURL(new Blob([htp.map.svgOf()], { type: 'image/svg+xml' })); await image.decode();"
+        "const [width, height] = [canvas.width, canvas.height];"
+        "const pixels = (what) => { const paper = Object.assign(document.createElement('canvas'), { width, height });"
+        "const pen = paper.getContext('2d'); pen.fillStyle = getComputedStyle(document.body).backgroundColor;"
+        "pen.fillRect(0, 0, width, height); pen.drawImage(what, 0, 0, width, height);"
+        "return pen.getImageData(0, 0, width, height).data; };"
+        "const [a, b] = [pixels(canvas), pixels(image)]; let far = 0;"
+        "for (let k = 0; k < a.length; k += 4) far += Math.abs(a[k] - b[k]) + Math.abs(a[k + 1] - b[k + 1]) + Math.abs(a[k + 2] - b[k + 2]) > 96;"
+        "return far / (a.length / 4); })()"
+    )
+    assert off < 0.005
+
+
 class Tied(torch.nn.Module):
     """The output layer has the weight of the embedding, 400 elements, and a bias of its own."""
 

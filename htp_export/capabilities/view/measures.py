@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from htp_export.capabilities.profile.latency_results import OWN_ENGINE
 from htp_export.capabilities.view.inventory import Inventory, NodeEntry
 from htp_export.errors import InputError
 from htp_export.reporting.result import plain
@@ -160,11 +161,20 @@ def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) ->
         own = _OWN.get(name, f"self_{name}") if kind.additive else ""
         yield replace(
             kind,
+            title=_title(kind, data),
             total={path: values[name] for path, values in numbers.items() if name in values},
             own={path: values[own] for path, values in numbers.items() if own in values},
             nodes=_by_node(data, name),
             words=words if kind.main else {},
         )
+
+
+def _title(kind: Measure, data: Mapping[str, Any]) -> str:
+    """The title of a column; times of another engine than ONNX Runtime have its name."""
+    engine = data.get("engine")
+    if kind.unit != "ms" or not isinstance(engine, str) or engine == OWN_ENGINE:
+        return kind.title
+    return f"{kind.title}, {engine}"
 
 
 def _remarks(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -137,6 +137,7 @@ def view_command(
     further = list(beside or ())
     if further and (overlay or netron or not model.is_file):
         raise InputError("--with is for the page of an ONNX file; export a PyTorch model first")
+    _check_models(further)
     results_of = _results_by_file([str(model.source), *map(str, further)], result or ())
     results: list[Any] = [path for path in (profile, cost, verify) if path is not None]
     results += results_of[0]
@@ -209,6 +210,17 @@ def _write_sidecar(
     sidecar = _sidecar(file, overlay, results, kinds, settings, Steps(quiet=as_json))
     write_text(target, json.dumps(sidecar, indent=1), Kind.JSON)
     _report(target, f"open {file} in {viewer}", as_json)
+
+
+def _check_models(files: Sequence[Path]) -> None:
+    """Refuse files of measurements in place of models."""
+    from htp_export.capabilities.view.engine_results import is_measured
+
+    for file in files:
+        if is_measured(file):
+            raise InputError(
+                f"--with {file}: this file has times and no model; give --result {file}"
+            )
 
 
 def _results_by_file(files: Sequence[str], results: Sequence[str]) -> list[list[str]]:
