@@ -68,7 +68,12 @@ def read(tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: 
             "tensorrt reads the files of one engine: that of --exportLayerInfo and that of "
             "--exportProfile, or the second alone"
         )
-    *with_layers, times_file = sorted(map(os.fspath, files), key=_has_times)
+    given = [os.fspath(file) for file in files]
+    if len(given) == 2 and _has_times(given[0]) and not _has_times(given[1]):
+        given.reverse()
+    *with_layers, times_file = given
+    if not with_layers and '"Layers"' in beginning_of(times_file):
+        raise FileError(times_file, "has layers without times; give the file of --exportProfile, too")
     layers_file = with_layers[0] if with_layers else None
     layers, runs = _read_engine(layers_file, times_file)
     untimed = [layer.name for layer in layers if layer.ms is None]
@@ -98,12 +103,14 @@ def _has_times(file: str) -> bool:
 
 def _read_engine(layers: str | None, times: str) -> tuple[list[Layer], int]:
     """Layers in execution order, layers of the profile only last; and the runs, 0 if unknown."""
+    listed = None
+    if layers is not None:
+        listed = _read(
+            layers, "--exportLayerInfo", lambda content: list(map(_layer, content["Layers"]))
+        )
     timed, runs = _read(times, "--exportProfile", _times)
-    if layers is None:
+    if listed is None:
         return [Layer(name, ms=ms) for name, ms in timed], runs
-    listed = _read(
-        layers, "--exportLayerInfo", lambda content: list(map(_layer, content["Layers"]))
-    )
     # Several layers may share a name: their times are in the same order.
     times_of: defaultdict[str, deque[float]] = defaultdict(deque)
     for name, ms in timed:

@@ -206,7 +206,17 @@ def _openvino_layers(request: Any) -> Iterable[tuple[str, float]]:
         raise InputError("OpenVINO's report has no list of nodes")
     for entry in nodes:
         name = entry.get("name") if isinstance(entry, Mapping) else None
-        ms = entry.get("real_time") if isinstance(entry, Mapping) else None
-        if not isinstance(name, str) or not _is_number(ms):
+        ms = _milliseconds(entry.get("real_time")) if isinstance(entry, Mapping) else None
+        if not isinstance(name, str) or ms is None:
             raise InputError("a node of OpenVINO's report has no name or no real_time")
-        yield name, float(ms)  # type: ignore[arg-type] # it is a number
+        yield name, ms
+
+
+def _milliseconds(value: object) -> float | None:
+    """A time of OpenVINO's report: a number as the C++ tool writes it, or a text as the Python tool does."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return float(value) if _is_number(value) else None  # type: ignore[arg-type] # it is a number

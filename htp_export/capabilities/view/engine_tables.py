@@ -15,10 +15,11 @@ import ast
 import csv
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from htp_export.errors import FileError, InputError
+from htp_export.errors import FileError
 
 _OPENVINO = ("layerName", "execStatus", "layerType", "execType", "realTime (ms)", "cpuTime (ms)")
 _EXECUTORCH = "event_block_name"
@@ -60,6 +61,16 @@ def openvino_times(path: Path) -> dict[str, float]:
     return {name: ms / requests for name, ms in times.items()}
 
 
+@dataclass(frozen=True)
+class _Event:
+    """An event of ExecuTorch: its time in a run, and the innermost module of each of its operators."""
+
+    name: str
+    ms: float
+    modules: Sequence[str]
+    is_delegated: bool
+
+
 def executorch_times(path: Path) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of a run by module, and by name of an event without modules.
 
@@ -68,25 +79,56 @@ def executorch_times(path: Path) -> tuple[dict[str, float], dict[str, float]]:
     Raises:
         FileError: The file cannot be read, is no such table, or has no modules.
     """
-    rows = _rows(path, _delimiter(path))
-    _, names = next(rows)
-    head = _columns(path, names)
-    events = [(number, dict(zip(names, row, strict=False))) for number, row in rows]
+    events = _events(path)
     of_modules: dict[str, float] = {}
     others: dict[str, float] = {}
-    for number, event in _without_calls_of_delegates(events):
-        name = event["event_name"]
-        if name in _FRAMEWORK or not event[head]:
-            continue
-        ms = _ms(path, number, event[head])
-        modules = _innermost(path, number, event["module_hierarchy"])
-        if not modules:
-            others[name] = others.get(name, 0.0) + ms
-        for module in modules:
-            of_modules[module] = of_modules.get(module, 0.0) + ms / len(modules)
+    for event in _each_once(events):
+        if not event.modules:
+            others[event.name] = others.get(event.name, 0.0) + event.ms
+        for module in event.modules:
+            share = event.ms / len(event.modules)
+            of_modules[module] = of_modules.get(module, 0.0) + share
     if not of_modules:
-        raise FileError(path, f"none of its {len(events)} events has a module; {_ADVICE}")
+        raise FileError(path, f"no event of {len(events)} has a module; {_ADVICE}")
     return of_modules, others
+
+
+def _events(path: Path) -> list[_Event]:
+    """The events of operators that have a time, in execution order."""
+    rows = _rows(path, _delimiter(path))
+    _, names = next(rows)
+    times = _columns(path, names)
+    events = []
+    for number, row in rows:
+        cells = dict(zip(names, row, strict=False))
+        name, time = cells.get("event_name", ""), cells.get(times, "")
+        if name in _FRAMEWORK or not time:
+            continue
+        modules = _innermost(path, number, cells.get("module_hierarchy", ""))
+        is_delegated = cells.get("is_delegated_op") == "True"
+        events.append(_Event(name, _ms(path, number, time), modules, is_delegated))
+    return events
+
+
+def _each_once(events: Sequence[_Event]) -> Iterator[_Event]:
+    """The events without those that are measured in another one.
+
+    A call of a delegate follows the events in it, and contains their time: these count if they have
+    modules of their own, else the call.
+    """
+    inside: list[_Event] = []
+    for event in events:
+        if event.is_delegated:
+            inside.append(event)
+            continue
+        if event.name == _DELEGATE and any(each.modules for each in inside):
+            yield from inside
+        else:
+            yield event
+            if event.name != _DELEGATE:
+                yield from inside
+        inside = []
+    yield from inside
 
 
 _ADVICE = (
@@ -104,21 +146,6 @@ def _columns(path: Path, names: Sequence[str]) -> str:
         others = ", ".join(name for name in names if name.startswith("avg")) or "none"
         raise FileError(path, f"has no column 'avg (ms)', but {others}; times are in milliseconds")
     return means[0]
-
-
-def _without_calls_of_delegates(
-    events: Iterable[tuple[int, Mapping[str, str]]],
-) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """The events without calls of delegates whose own events are there, too: they would count twice."""
-    listed = list(events)
-    detailed = {
-        event.get("event_block_name")
-        for _, event in listed
-        if event.get("is_delegated_op") == "True"
-    }
-    for number, event in listed:
-        if event["event_name"] != _DELEGATE or event.get("event_block_name") not in detailed:
-            yield number, event
 
 
 def _innermost(path: Path, number: int, text: str) -> list[str]:

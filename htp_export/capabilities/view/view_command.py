@@ -168,7 +168,7 @@ def view_command(
 
     if serve:
         is_one_file = model.is_file and not further
-        _serve(draw, Path(str(model.source)) if is_one_file else None, port, as_json)
+        _serve(draw, Path(str(model.source)) if is_one_file else None, port, as_json, 1 + len(further))
         return
     if (overlay or netron) and not model.is_file:
         raise InputError(
@@ -180,7 +180,8 @@ def view_command(
     file = Path(str(model.source) if model.is_file else "model")
     target = output or file.with_suffix(".html")
     check_output(target, Kind.PAGE)
-    _report(target, f"open {target} in a browser", as_json, *draw(target))
+    shown, facts = draw(target)
+    _report(target, f"open {target} in a browser", as_json, shown, facts, files=1 + len(further))
 
 
 def _write_sidecar(
@@ -256,21 +257,23 @@ def _report(
     as_json: bool,
     shown: View | None = None,
     facts: Mapping[str, Any] = MappingProxyType({}),
+    files: int = 1,
 ) -> None:
-    """Report the written files, and the next step."""
+    """Report the written files, and the next step; ``files``: those that the page shows."""
     written = written_page(target)
     if as_json:
         print_json({"file": str(target), "files": written, **facts})
         return
     if shown is not None:
-        _show_counts(shown)
+        _show_counts(shown, files)
     show_written(written)
     if written:
         show(f"next: {step}")
 
 
-def _show_counts(shown: View) -> None:
-    show(f"{shown.modules:,} modules, {shown.nodes:,} nodes")
+def _show_counts(shown: View, files: int) -> None:
+    both = f" in {files} files" if files > 1 else ""
+    show(f"{shown.modules:,} modules, {shown.nodes:,} nodes{both}")
     if shown.missing:
         show(f"without Model Explorer: {in_commands(shown.missing)}")
 
@@ -317,6 +320,7 @@ def _serve(
     file: Path | None,
     port: int,
     as_json: bool,
+    files: int,
 ) -> None:
     """Draw the page and serve it until Ctrl-C; with a file, also the values of its tensors."""
     from htp_export.capabilities.view.page.document import served
@@ -331,7 +335,7 @@ def _serve(
         if as_json:
             print_json({"url": server.url, **facts})
         else:
-            _show_counts(shown)
+            _show_counts(shown, files)
             typer.echo(f"{server.url}\nCtrl-C ends it")
         sys.stdout.flush()  # a parent process waits for the address
         server.run(shown.html if values is None else served(shown.html), values)
