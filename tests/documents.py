@@ -17,6 +17,7 @@
 import ast
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import tokenize
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def run(page: Path, folder: Path) -> Iterator[str]:
             continue
         if block.of_command is not None:
             command = shown[block.line]
-            if can_run(command.text) and block.text != (python := python_of(command, folder)):
+            if block.text != (python := python_of(command, folder)):
                 yield f"{where}: the page shows\n{block.text}and `{command.text} --as-python` prints\n{python}"
             continue
         for command in commands_of(block):
@@ -249,45 +250,58 @@ def python_of(command: Command, folder: Path) -> str:
     return ended.stdout or ended.stderr
 
 
-def refresh(page: Path, python: Callable[[Command], str]) -> None:
-    """Write the Python of commands into the blocks of a page that show it."""
-    lines = page.read_text(encoding="utf-8").splitlines()
-    moved = 0
-    for block, command in shown_as_python(page):
-        new = python(command).splitlines()
-        begin = block.line - 1 + moved
-        lines[begin : begin + len(block.lines)] = new
-        moved += len(new) - len(block.lines)
-    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 class StandIns:
-    """A folder with a small file for each that a command reads: its Python does not depend on what is in them.
+    """The Python of commands in this process, with a small model for each that a command reads.
+
+    The folder has to be the current one. Of files, only what ``echo`` of the page writes is as there:
+    a command whose Python depends on the contents of another file is not for a page.
 
     Args:
-        folder: The folder, which has to be the current one while commands run.
+        folder: An empty folder.
         model: The model file that stands for each.
     """
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._folder, self._model = folder, model
 
+    def shown(self, page: Path) -> list[tuple[Block, Command, str]]:
+        """The blocks of a page that show Python, their commands, and what ``--as-python`` prints for them."""
+        for command in commands(page):
+            if command.text.startswith("echo "):
+                subprocess.run(command.text, shell=True, cwd=self._folder, check=True)
+        return [
+            (block, command, self.python_of(command)) for block, command in shown_as_python(page)
+        ]
+
     def python_of(self, command: Command) -> str:
-        """What ``--as-python`` prints for a command, in this process; its error, if it fails."""
+        """What ``--as-python`` prints for a command; its error, if it fails."""
         from htp_export.command.main import main
 
         words = shlex.split(command.text, comments=True)[1:]
-        for word in words:
-            self._make(word)
+        outputs = {word for option, word in itertools.pairwise(words) if option in ("-o", "--output")}
+        models = [word for word in words if word.endswith(".onnx") and word not in outputs]
+        for model in models:
+            (self._folder / model).symlink_to(self._model)
         out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main([*words, "--as-python"])
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                main([*words, "--as-python"])
+        finally:
+            for model in models:
+                (self._folder / model).unlink()
         return out.getvalue() or err.getvalue()
 
-    def _make(self, word: str) -> None:
-        file = self._folder / word
-        if file.suffix == ".onnx" and not file.exists():
-            file.symlink_to(self._model)
+
+def refresh(page: Path, stand_ins: StandIns) -> None:
+    """Write the Python of commands into the blocks of a page that show it."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    moved = 0
+    for block, _, python in stand_ins.shown(page):
+        new = python.splitlines()
+        begin = block.line - 1 + moved
+        lines[begin : begin + len(block.lines)] = new
+        moved += len(new) - len(block.lines)
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _run_command(command: Command, page: Path, folder: Path) -> Iterator[str]:
@@ -317,7 +331,7 @@ def _refresh_pages(pages: list[str]) -> None:
     ]
     sys.path.insert(0, str(root))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        net = Path(folder, "net.onnx")
+        net = Path(folder, "stand_in.onnx")
         subprocess.run(
             [sys.executable, "-m", "htp_export", "export", "--entry", "examples.net:make"]
             + ["-o", str(net), "-q"],
@@ -326,7 +340,7 @@ def _refresh_pages(pages: list[str]) -> None:
         )
         stand_ins = StandIns(Path(folder), net)
         for page in found:
-            refresh(page, stand_ins.python_of)
+            refresh(page, stand_ins)
 
 
 if __name__ == "__main__":
