@@ -240,11 +240,19 @@
     return measure.measureText(text).width;
   }
 
+  // A text that fits: without its end if that is too long, and nothing if no letter fits.
+  function shortened(text, room) {
+    if (widthOf(text, 600) <= room) return text;
+    let count = Math.min(text.length - 1, Math.floor(room / 4));
+    while (count > 0 && widthOf(`${text.slice(0, count)}…`, 600) > room) count -= 1;
+    return count > 0 ? `${text.slice(0, count)}…` : "";
+  }
+
   function write(paper, module, x, y, width, height, colourOfText) {
     const { unit } = column(size.value);
     const value = htp.withUnit(weigh(module), { unit });
     const middle = y + (shape.value === "flame" ? height : Math.min(height, TITLE)) / 2;
-    const label = labelOf(module);
+    const label = shortened(labelOf(module), width - 9);
     const words = [[600, 0, label]];
     const end = widthOf(label, 600) + 8;
     if (width - 12 - end > widthOf(value, 400)) words.push([400, end, value]);
