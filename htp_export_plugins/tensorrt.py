@@ -73,7 +73,9 @@ def read(tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: 
         given.reverse()
     *with_layers, times_file = given
     if not with_layers and '"Layers"' in beginning_of(times_file):
-        raise FileError(times_file, "has layers without times; give the file of --exportProfile, too")
+        raise FileError(
+            times_file, "has layers without times; give the file of --exportProfile, too"
+        )
     layers_file = with_layers[0] if with_layers else None
     layers, runs = _read_engine(layers_file, times_file)
     untimed = [layer.name for layer in layers if layer.ms is None]

@@ -278,7 +278,9 @@ class StandIns:
         from htp_export.command.main import main
 
         words = shlex.split(command.text, comments=True)[1:]
-        outputs = {word for option, word in itertools.pairwise(words) if option in ("-o", "--output")}
+        outputs = {
+            word for option, word in itertools.pairwise(words) if option in ("-o", "--output")
+        }
         models = [word for word in words if word.endswith(".onnx") and word not in outputs]
         for model in models:
             (self._folder / model).symlink_to(self._model)
@@ -332,9 +334,9 @@ def _refresh_pages(pages: list[str]) -> None:
     sys.path.insert(0, str(root))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         net = Path(folder, "stand_in.onnx")
+        program = [sys.executable, "-m", "htp_export"]
         subprocess.run(
-            [sys.executable, "-m", "htp_export", "export", "--entry", "examples.net:make"]
-            + ["-o", str(net), "-q"],
+            [*program, "export", "--entry", "examples.net:make", "-o", str(net), "-q"],
             check=True,
             env={**os.environ, "PYTHONPATH": str(root)},
         )

@@ -124,7 +124,9 @@ def test_executorchs_table_counts_each_operator_once_in_its_modules(file, tmp_pa
     assert found[""] == 13.0
     assert (found["block"], found["block.conv1"], found["block.act"]) == (7.0, 4.0, 1.0)
     assert (found["fc"], found["head"], found["block.conv2"]) == (3.0, 3.0, 2.0)
-    assert "ExecuTorch time: 1 of 6 names are not in net.onnx (0.5 ms): native_call_copy.out." in html
+    assert (
+        "ExecuTorch time: 1 of 6 names are not in net.onnx (0.5 ms): native_call_copy.out." in html
+    )
 
 
 def test_files_side_by_side_have_columns_of_engines(file, tmp_path, capsys):

@@ -214,13 +214,17 @@ def test_the_map_is_saved_as_an_image(page, net):
 @pytest.mark.parametrize("shape", ["tree", "flame"])
 def test_the_map_is_saved_as_a_drawing_that_looks_like_it(page, net, shape):
     start(page, net)
-    page.run(f"htp.tab('map'), document.getElementById('map-shape').value = '{shape}', htp.map.draw()")
+    page.run(
+        f"htp.tab('map'), document.getElementById('map-shape').value = '{shape}', htp.map.draw()"
+    )
     saved = page.run(
         "new Promise((done) => { htp.picture.save = (drawing, name) => drawing.text()"
         ".then((text) => done([name, text])); document.getElementById('map-svg').click(); })"
     )
     assert saved[0] == page.run("`${htp.data.name}.svg`")
-    labels = page.run("htp.map.boxes().filter((box) => box.width > 34 && box.height > 14).map((box) => box.module.label)")
+    labels = page.run(
+        "htp.map.boxes().filter((box) => box.width > 34 && box.height > 14).map((box) => box.module.label)"
+    )
     names = re.findall(r'font-weight="600">([^<]*)</text>', saved[1])
     assert len(names) == len(labels) > 3
     pairs = list(zip(names, labels, strict=True))
@@ -236,7 +240,8 @@ def test_the_map_is_saved_as_a_drawing_that_looks_like_it(page, net, shape):
         "pen.fillRect(0, 0, width, height); pen.drawImage(what, 0, 0, width, height);"
         "return pen.getImageData(0, 0, width, height).data; };"
         "const [a, b] = [pixels(canvas), pixels(image)]; let far = 0;"
-        "for (let k = 0; k < a.length; k += 4) far += Math.abs(a[k] - b[k]) + Math.abs(a[k + 1] - b[k + 1]) + Math.abs(a[k + 2] - b[k + 2]) > 96;"
+        "const off = (k) => Math.abs(a[k] - b[k]);"
+        "for (let k = 0; k < a.length; k += 4) far += off(k) + off(k + 1) + off(k + 2) > 96;"
         "return far / (a.length / 4); })()"
     )
     assert off < 0.005

@@ -168,7 +168,9 @@ def view_command(
 
     if serve:
         is_one_file = model.is_file and not further
-        _serve(draw, Path(str(model.source)) if is_one_file else None, port, as_json, 1 + len(further))
+        _serve(
+            draw, Path(str(model.source)) if is_one_file else None, port, as_json, 1 + len(further)
+        )
         return
     if (overlay or netron) and not model.is_file:
         raise InputError(
