@@ -279,6 +279,15 @@ class Finder:
             return (
                 f"; it is a module with {many(len(self._modules[name].nodes), 'node')}: select it"
             )
+        if name.removeprefix("-").isdecimal():
+            return f"; {self._range()}"
+        stored = [
+            weight
+            for weight, mapped in self._initializers.items()
+            if name in (each.name for each in mapped.parameters)
+        ]
+        if stored:
+            return f"; it is a parameter, stored as {' and '.join(map(repr, stored))}"
         keys = (*self._uncomputed, *self._producers)
         nearest = nearest_names(name, sorted({*self._named, *(tensor for _, tensor in keys)}))
         return f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
