@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 
 import onnx_ir as ir
 
-from htp_export.capabilities.profile.measured_files import beginning_of
 from htp_export.capabilities.profile.measurements import Entry, Kernel, Measurement, entry_kernels
 from htp_export.errors import FileError, InputError, described
-from htp_export.files.text_files import read_json
+from htp_export.files.text_files import beginning_of, read_json
 from htp_export.model.tagged import TaggedModel
 
 __all__ = ["read", "wrote"]

@@ -88,9 +88,11 @@ class FlatTable:
         from rich.table import Table
         from rich.text import Text
 
-        cells = [[column.cell(row) for row in self.rows] for column in self.columns]
+        cells = []
         widths = []
-        for column, texts in zip(self.columns, cells, strict=True):
+        for column in self.columns:
+            texts = [column.cell(row) for row in self.rows]
+            cells.append(texts)
             widths.append(max(map(len, (column.heading, *texts))))
         shown = list(range(len(self.columns)))
         if console.is_terminal:
@@ -120,8 +122,9 @@ class FlatTable:
         column = self.columns[place]
         if column.right:
             return width
-        words = [word for text in (column.heading, *texts) for word in text.split()]
-        return min(width, max(len(column.heading), min(max(map(len, words)), _LONGEST_WORD)))
+        words = " ".join((column.heading, *texts)).split()
+        longest = max(map(len, words), default=0)
+        return min(width, max(len(column.heading), min(longest, _LONGEST_WORD)))
 
 
 def _with_short_words(text: str, width: int) -> str:

@@ -274,6 +274,15 @@ class Finder:
         count = sum(not node.inside for node in self._nodes)
         return f"it has {many(count, 'node')}, counted from 0"
 
+    def _stored_as(self, parameter: str) -> list[str]:
+        """The initializers that contain a parameter."""
+        found = []
+        for weight, mapped in self._initializers.items():
+            names = [each.name for each in mapped.parameters]
+            if parameter in names:
+                found.append(weight)
+        return found
+
     def _hint(self, name: str) -> str:
         if name in self._modules:
             return (
@@ -281,11 +290,7 @@ class Finder:
             )
         if name.removeprefix("-").isdecimal():
             return f"; {self._range()}"
-        stored = [
-            weight
-            for weight, mapped in self._initializers.items()
-            if name in (each.name for each in mapped.parameters)
-        ]
+        stored = self._stored_as(name)
         if stored:
             return f"; it is a parameter, stored as {' and '.join(map(repr, stored))}"
         keys = (*self._uncomputed, *self._producers)

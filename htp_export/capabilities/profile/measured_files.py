@@ -9,11 +9,8 @@ from typing import cast
 from htp_export.capabilities.profile.latency_results import OWN_ENGINE
 from htp_export.capabilities.profile.measurements import ProfileEngine
 from htp_export.discovery import plug_in, plug_ins
-from htp_export.errors import FileError, InputError
-from htp_export.files.filesystem import opened_plain
-
-_BEGINNING = 4096
-"""Bytes: a trace has up to 300 MB, and each form differs in its first keys."""
+from htp_export.errors import InputError
+from htp_export.files.text_files import beginning_of
 
 
 def engine_of(path: str | os.PathLike[str]) -> str | None:
@@ -29,12 +26,3 @@ def engine_of(path: str | os.PathLike[str]) -> str | None:
             if wrote is not None and wrote(beginning):
                 return name
     return OWN_ENGINE if beginning.startswith("[") else None
-
-
-def beginning_of(path: str | os.PathLike[str]) -> str:
-    """Return the first characters of a text file, without leading space; empty if it cannot be read."""
-    try:
-        with opened_plain(path) as file:
-            return file.read(_BEGINNING).decode("utf-8-sig", "replace").lstrip()
-    except (OSError, FileError):
-        return ""

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from htp_export.capabilities.profile.measured_files import beginning_of, engine_of
 from htp_export.capabilities.view.engine_tables import (
     executorch_times,
     is_executorch_table,
@@ -32,6 +31,7 @@ from htp_export.capabilities.view.engine_tables import (
 from htp_export.capabilities.view.inventory import Inventory
 from htp_export.capabilities.view.measures import Measure
 from htp_export.errors import FileError, InputError
+from htp_export.files.text_files import beginning_of
 from htp_export.format import tags
 
 _FIELDS = {"title", "unit", "values"}
@@ -148,6 +148,8 @@ def named_numbers(data: Any, file: str) -> NamedNumbers | None:
 
 def is_measured(path: Path) -> bool:
     """Whether a file contains measurements of an engine."""
+    from htp_export.capabilities.profile.measured_files import engine_of
+
     beginning = beginning_of(path)
     is_table = is_openvino_table(beginning) or is_executorch_table(beginning)
     return is_table or engine_of(path) is not None

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from htp_export.capabilities.profile.latency_results import OWN_ENGINE
 from htp_export.capabilities.view.inventory import Inventory, NodeEntry
 from htp_export.errors import InputError
 from htp_export.reporting.result import plain
@@ -171,6 +170,8 @@ def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) ->
 
 def _title(kind: Measure, data: Mapping[str, Any]) -> str:
     """The title of a column; times of another engine than ONNX Runtime have its name."""
+    from htp_export.capabilities.profile.latency_results import OWN_ENGINE
+
     engine = data.get("engine")
     if kind.unit != "ms" or not isinstance(engine, str) or engine == OWN_ENGINE:
         return kind.title
