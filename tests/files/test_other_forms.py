@@ -67,6 +67,6 @@ def test_a_node_that_there_is_not_by_number_or_by_parameter(tmp_path):
     with pytest.raises(InputError, match="counted from 0"):
         found.find(found.key_of("-1"))
     [stored] = found.parameters["0.weight"].initializers
-    assert stored != "0.weight"  # it is transposed
-    with pytest.raises(InputError, match=f"it is a parameter, stored as '{stored}'"):
+    assert stored.name != "0.weight"  # it is transposed
+    with pytest.raises(InputError, match=f"it is a parameter, stored as '{stored.name}'"):
         found.find("0.weight")
