@@ -20,10 +20,14 @@ import onnx_ir as ir
 
 from htp_export.capabilities.profile.measurements import Entry, Kernel, Measurement, entry_kernels
 from htp_export.errors import FileError, InputError, described
-from htp_export.files.text_files import read_json
+from htp_export.files.text_files import beginning_of, read_json
 from htp_export.model.tagged import TaggedModel
 
-__all__ = ["read"]
+__all__ = ["read", "wrote"]
+
+_LAYERS = re.compile(r'\{\s*"Layers"\s*:')
+_TIMES = re.compile(r'\[\s*\{\s*"count"\s*:')
+"""Beginnings of the files."""
 
 _AROUND = (
     re.compile(r"Reformatting CopyNode for (?:Input|Output) Tensor \d+ to (.+)", re.DOTALL),
@@ -42,28 +46,42 @@ _UNNAMED = "node_of_"
 """Prefix of TensorRT's parser for a node without a name, before its first output."""
 
 
+def wrote(beginning: str) -> bool:
+    """Whether a file with this beginning is one of ``trtexec``."""
+    return bool(_LAYERS.match(beginning) or _TIMES.match(beginning))
+
+
 def read(tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: str) -> Measurement:
     """Read ``trtexec``'s measurements of an engine of a model without functions.
 
     Args:
         tagged: The model.
-        files: The files of ``--exportLayerInfo`` and of ``--exportProfile``, in this order.
+        files: The files of ``--exportLayerInfo`` and of ``--exportProfile``, or the second alone.
         name: The name of the model in errors.
 
     Raises:
         FileError: A file has other contents, or belongs to another model.
     """
-    if isinstance(files, str | os.PathLike) or len(files) != 2:
+    if isinstance(files, str | os.PathLike) or len(files) not in (1, 2):
         raise InputError(
-            "tensorrt reads two files of trtexec: that of --exportLayerInfo, then that of --exportProfile"
+            "tensorrt reads the files of one engine: that of --exportLayerInfo and that of "
+            "--exportProfile, or the second alone"
         )
-    layers_file, times_file = (os.fspath(file) for file in files)
+    given = [os.fspath(file) for file in files]
+    if len(given) == 2 and _has_times(given[0]) and not _has_times(given[1]):
+        given.reverse()
+    *with_layers, times_file = given
+    if not with_layers and '"Layers"' in beginning_of(times_file):
+        raise FileError(
+            times_file, "has layers without times; give the file of --exportProfile, too"
+        )
+    layers_file = with_layers[0] if with_layers else None
     layers, runs = _read_engine(layers_file, times_file)
     untimed = [layer.name for layer in layers if layer.ms is None]
     notes = tuple[str, ...]()
     if untimed:
         notes = (f"{len(untimed)} layers have no time in the profile, {untimed[0]!r} first",)
-    kernels = _layer_kernels(layers, tagged, layers_file, name)
+    kernels = _layer_kernels(layers, tagged, layers_file or times_file, name)
     return Measurement(kernels, providers=("TensorRT",), timing="layers", runs=runs, notes=notes)
 
 
@@ -79,12 +97,21 @@ class Layer:
     ms: float | None = None
 
 
-def _read_engine(layers: str, times: str) -> tuple[list[Layer], int]:
+def _has_times(file: str) -> bool:
+    """Whether a file is that of ``--exportProfile``: a list."""
+    return beginning_of(file).startswith("[")
+
+
+def _read_engine(layers: str | None, times: str) -> tuple[list[Layer], int]:
     """Layers in execution order, layers of the profile only last; and the runs, 0 if unknown."""
-    listed = _read(
-        layers, "--exportLayerInfo", lambda content: list(map(_layer, content["Layers"]))
-    )
+    listed = None
+    if layers is not None:
+        listed = _read(
+            layers, "--exportLayerInfo", lambda content: list(map(_layer, content["Layers"]))
+        )
     timed, runs = _read(times, "--exportProfile", _times)
+    if listed is None:
+        return [Layer(name, ms=ms) for name, ms in timed], runs
     # Several layers may share a name: their times are in the same order.
     times_of: defaultdict[str, deque[float]] = defaultdict(deque)
     for name, ms in timed:

@@ -1,7 +1,7 @@
 """README and the pages of docs/ as programs: what stands in one is run from top to bottom, in a folder of its own.
 
     python -m tests.documents docs/cost.md FOLDER
-    python -m tests.documents --refresh docs/problems.md FOLDER   # writes the Python of its commands
+    python -m tests.documents --refresh [PAGE...]   # writes the Python of commands into the pages, or into all
 
 - Lines of indented blocks that begin with ``htp-export`` or ``echo`` are run by a shell, others are not. The program is
   the one on the ``PATH``.
@@ -11,14 +11,19 @@
   without a language right behind a snippet is what the snippet prints.
 - What ``<!-- not run: why -->`` stands before is not run.
 - A snippet after ``<!-- as python -->`` is what ``--as-python`` prints for the last command above it; it is not run.
+  ``<!-- as python: tap -->`` means the last command above that begins with ``htp-export tap``.
 """
 
 import ast
 import contextlib
 import io
+import itertools
+import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import tokenize
 import traceback
 from collections.abc import Iterator
@@ -26,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-AS_PYTHON = "<!-- as python -->"
+_AS_PYTHON = re.compile(r"<!-- as python(?:: (.+))? -->")
 NEEDS_THE_HUB = ("google-bert/", "hub.onnx")
 RUN = ("htp-export ", "echo ")
 _SERVES_UNTIL_STOPPED = re.compile(r"--serve(\s+--|\s*#|\s*$)")
@@ -43,7 +48,8 @@ class Block:
         lines: Its lines.
         run: Whether it is run.
         follows: The language of the block before, where nothing but blank lines is between.
-        of_command: Whether it is the Python of the command above.
+        of_command: The first words of the command above of which it is the Python, without the name of
+            the program; None if it is of no command.
     """
 
     language: str
@@ -51,7 +57,7 @@ class Block:
     lines: list[str] = field(default_factory=list)
     run: bool = True
     follows: str = ""
-    of_command: bool = False
+    of_command: str | None = None
 
     @property
     def text(self) -> str:
@@ -71,7 +77,8 @@ def blocks(page: Path) -> list[Block]:
     """The blocks of code of a page, in order."""
     found: list[Block] = []
     open_fence: Block | None = None
-    run, of_command, before, blank = True, False, "", True
+    run, before, blank = True, "", True
+    of_command: str | None = None
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("```"):
             if open_fence is None:
@@ -80,7 +87,7 @@ def blocks(page: Path) -> list[Block]:
                 found.append(open_fence)
             else:
                 before, run, open_fence = open_fence.language or "plain", True, None
-                of_command = False
+                of_command = None
         elif open_fence is not None:
             open_fence.lines.append(line)
         elif line.startswith("    ") and (blank or before == "indented"):
@@ -91,7 +98,8 @@ def blocks(page: Path) -> list[Block]:
         elif line.strip():
             before = ""
             run = not line.startswith("<!-- not run")
-            of_command = line == AS_PYTHON
+            marked = _AS_PYTHON.fullmatch(line)
+            of_command = None if marked is None else marked[1] or ""
         blank = not line.strip()
     return found
 
@@ -189,17 +197,18 @@ def _hold(value: Any, comment: str) -> None:
 def run(page: Path, folder: Path) -> Iterator[str]:
     """Run a page in a folder; what fails, or prints what the page does not show."""
     names: dict[str, Any] = {"_hold": _hold, "__name__": "__main__"}
-    printed, last = "", None
+    printed = ""
+    shown = {block.line: command for block, command in shown_as_python(page)}
     for block in blocks(page):
         where = f"{page.name}:{block.line}"
         if not block.run:
             continue
-        if block.of_command:
-            if last is not None and block.text != (python := python_of(last, folder)):
-                yield f"{where}: the page shows\n{block.text}and `{last.text} --as-python` prints\n{python}"
+        if block.of_command is not None:
+            command = shown[block.line]
+            if block.text != (python := python_of(command, folder)):
+                yield f"{where}: the page shows\n{block.text}and `{command.text} --as-python` prints\n{python}"
             continue
         for command in commands_of(block):
-            last = command
             if can_run(command.text):
                 yield from _run_command(command, page, folder)
         if block.language == "python":
@@ -218,8 +227,22 @@ def run(page: Path, folder: Path) -> Iterator[str]:
             yield f"{where}: the page shows\n{block.text}and the snippet prints\n{printed}"
 
 
+def shown_as_python(page: Path) -> list[tuple[Block, Command]]:
+    """The blocks of a page that are the Python of a command, and these commands."""
+    found: list[tuple[Block, Command]] = []
+    above: list[Command] = []
+    for block in blocks(page):
+        above += commands_of(block)
+        if block.of_command is not None:
+            begin = f"{RUN[0]}{block.of_command}"
+            named = [command for command in above if command.text.startswith(begin)]
+            assert named, f"{page.name}:{block.line}: no command above begins with {begin!r}"
+            found.append((block, named[-1]))
+    return found
+
+
 def python_of(command: Command, folder: Path) -> str:
-    """What ``--as-python`` prints for a command, formatted as a page has it; its error, if it fails."""
+    """What ``--as-python`` prints for a command, as a page has it; its error, if it fails."""
     words, _, _ = command.text.partition("  #")
     ended = subprocess.run(
         f"{words} --as-python", shell=True, cwd=folder, capture_output=True, text=True, check=False
@@ -227,22 +250,59 @@ def python_of(command: Command, folder: Path) -> str:
     return ended.stdout or ended.stderr
 
 
-def refresh(page: Path, folder: Path) -> None:
-    """Run the commands of a page, and write the Python of each into the snippet after it."""
+class StandIns:
+    """The Python of commands in this process, with a small model for each that a command reads.
+
+    The folder has to be the current one. Of files, only what ``echo`` of the page writes is as there:
+    a command whose Python depends on the contents of another file is not for a page.
+
+    Args:
+        folder: An empty folder.
+        model: The model file that stands for each.
+    """
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder, self._model = folder, model
+
+    def shown(self, page: Path) -> list[tuple[Block, Command, str]]:
+        """The blocks of a page that show Python, their commands, and what ``--as-python`` prints for them."""
+        for command in commands(page):
+            if command.text.startswith("echo "):
+                subprocess.run(command.text, shell=True, cwd=self._folder, check=True)
+        return [
+            (block, command, self.python_of(command)) for block, command in shown_as_python(page)
+        ]
+
+    def python_of(self, command: Command) -> str:
+        """What ``--as-python`` prints for a command; its error, if it fails."""
+        from htp_export.command.main import main
+
+        words = shlex.split(command.text, comments=True)[1:]
+        outputs = {
+            word for option, word in itertools.pairwise(words) if option in ("-o", "--output")
+        }
+        models = [word for word in words if word.endswith(".onnx") and word not in outputs]
+        for model in models:
+            (self._folder / model).symlink_to(self._model)
+        out, err = io.StringIO(), io.StringIO()
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                main([*words, "--as-python"])
+        finally:
+            for model in models:
+                (self._folder / model).unlink()
+        return out.getvalue() or err.getvalue()
+
+
+def refresh(page: Path, stand_ins: StandIns) -> None:
+    """Write the Python of commands into the blocks of a page that show it."""
     lines = page.read_text(encoding="utf-8").splitlines()
-    last, moved = None, 0
-    for block in blocks(page):
-        if block.of_command and last is not None:
-            python = python_of(last, folder).splitlines()
-            begin = block.line - 1 + moved
-            lines[begin : begin + len(block.lines)] = python
-            moved += len(python) - len(block.lines)
-        for command in commands_of(block) if block.run else ():
-            last = command
-            if can_run(command.text):
-                subprocess.run(
-                    command.text, shell=True, cwd=folder, capture_output=True, check=False
-                )
+    moved = 0
+    for block, _, python in stand_ins.shown(page):
+        new = python.splitlines()
+        begin = block.line - 1 + moved
+        lines[begin : begin + len(block.lines)] = new
+        moved += len(new) - len(block.lines)
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -264,9 +324,30 @@ def _run_command(command: Command, page: Path, folder: Path) -> Iterator[str]:
         yield f"{where}\nthe page shows\n{shown}\nand the command prints\n{ended.stdout}"
 
 
+def _refresh_pages(pages: list[str]) -> None:
+    """Refresh some pages, or all of them."""
+    root = Path(__file__).parents[1]
+    found = [Path(page).absolute() for page in pages] or [
+        root / "README.md",
+        *sorted((root / "docs").glob("*.md")),
+    ]
+    sys.path.insert(0, str(root))
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        net = Path(folder, "stand_in.onnx")
+        program = [sys.executable, "-m", "htp_export"]
+        subprocess.run(
+            [*program, "export", "--entry", "examples.net:make", "-o", str(net), "-q"],
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        stand_ins = StandIns(Path(folder), net)
+        for page in found:
+            refresh(page, stand_ins)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "--refresh":
-        refresh(Path(sys.argv[2]).absolute(), Path(sys.argv[3]).absolute())
+        _refresh_pages(sys.argv[2:])
         sys.exit()
     failed = list(run(Path(sys.argv[1]).absolute(), Path(sys.argv[2]).absolute()))
     print("\n\n".join(failed))

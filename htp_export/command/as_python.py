@@ -181,6 +181,9 @@ def call_text(name: str, function: Callable[..., Any], arguments: Mapping[str, A
         >>> def cut(model: str, path: str, output: str | None = None, force: bool = False): ...
         >>> call_text("part = cut", cut, {"model": Path("net.onnx"), "path": "head", "force": True})
         'part = cut("net.onnx", "head", force=True)'
+        >>> def draw(model: str, *outputs: str, size: int = 1): ...
+        >>> call_text("draw", draw, {"model": "net.onnx", "outputs": ("a.html",), "size": 2})
+        'draw("net.onnx", "a.html", size=2)'
     """
     texts: list[str] = []
     is_positional = True
@@ -188,6 +191,9 @@ def call_text(name: str, function: Callable[..., Any], arguments: Mapping[str, A
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             options = arguments.get(parameter.name, {})
             texts += [f"{key}={text_of(value)}" for key, value in options.items()]
+            continue
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            texts += map(text_of, arguments.get(parameter.name, ()))
             continue
         value = arguments.get(parameter.name, parameter.default)
         if parameter.name not in arguments or _is_default(value, parameter):

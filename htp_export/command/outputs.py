@@ -18,6 +18,7 @@ from htp_export.files.filesystem import is_special
 from htp_export.files.targets import Kind, check_target, files_named_in
 from htp_export.process.user_code import factory_file, noting_files
 from htp_export.reporting.columns import si
+from htp_export.reporting.row_table import DrawnResult
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,7 +37,7 @@ def report(
     if as_json:
         print_json({**facts, **result.to_dict()})
         return
-    show(str(result) if draw is None else draw())
+    show(DrawnResult(result) if draw is None else draw())
     if output is not None:
         show_model(output)
 

@@ -34,7 +34,7 @@ from htp_export.files.data_plan import (
     shared_files,
     usual_data_file,
 )
-from htp_export.files.filesystem import Identity, check_kind_of_target, is_special
+from htp_export.files.filesystem import Identity, check_kind_of_target, is_special, opened_plain
 from htp_export.files.kept_name import KeptName
 from htp_export.files.lazy_tensor import Slot, descriptive_fields, slots, write_filled
 from htp_export.files.linked_weights import SharedFile, Way
@@ -72,11 +72,42 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
         raise FileError.unreadable(file, error) from error
     except Exception as error:
         # the parsers of four formats raise any error for a file of another format
-        raise FileError(file, f"not an ONNX model: {first_line(error)}") from error
+        problem = other_form(file) or first_line(error)
+        raise FileError(file, f"not an ONNX model: {problem}") from error
     if model is None:  # protobuf parses an empty file, and some files of other formats
-        raise FileError(file, "not an ONNX model")
+        problem = other_form(file)
+        raise FileError(file, f"not an ONNX model{problem and f': {problem}'}")
     _find_weights(model, file)
     return model
+
+
+_BEGINNING = 64
+"""Bytes that tell the form of a file."""
+_CHECKPOINT = (
+    "weights without a graph; htp_export.export(...) writes the model of them, and "
+    "htp_export.bind(...) puts weights into a file"
+)
+
+
+def other_form(file: Path) -> str:
+    """Name the form of a file that is no model, with what to do; ``""`` for an unknown one.
+
+    Nothing in the file is loaded or run: the first bytes tell its form.
+    """
+    try:
+        with opened_plain(file) as opened:
+            begin = opened.read(_BEGINNING)
+    except (OSError, FileError):
+        return ""
+    if not begin:
+        return "it is empty"
+    if begin.startswith((b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")):
+        return f"it is a file of torch.save, {_CHECKPOINT}"
+    if begin[8:9] == b"{" and 2 <= int.from_bytes(begin[:8], "little") < file.stat().st_size:
+        return f"it is a safetensors file, {_CHECKPOINT}"
+    if begin.lstrip()[:1] in (b"{", b"["):
+        return "it is JSON of something else"
+    return ""
 
 
 def _find_weights(model: ir.Model, file: Path) -> None:

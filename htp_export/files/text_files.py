@@ -29,6 +29,19 @@ def named_if_unwritable(path: str | os.PathLike[str]) -> Iterator[None]:
         raise FileError(path, f"cannot be written: {error.strerror or error}") from error
 
 
+_BEGINNING = 4096
+"""Bytes: a trace has up to 300 MB, and each form differs in its first keys."""
+
+
+def beginning_of(path: str | os.PathLike[str]) -> str:
+    """Return the first characters of a text file, without leading space; empty if it cannot be read."""
+    try:
+        with opened_plain(path) as file:
+            return file.read(_BEGINNING).decode("utf-8-sig", "replace").lstrip()
+    except (OSError, FileError):
+        return ""
+
+
 def read_json(path: str | os.PathLike[str], *, plain: bool = False) -> Any:
     """Read a JSON file; a `FileError` if it cannot be read or is not JSON.
 

@@ -33,7 +33,7 @@ class ModuleParameters:
 
     @property
     def is_tied(self) -> bool:
-        """Whether all are parameters of earlier modules, as those of a shared module at its second path."""
+        """Whether all are parameters of earlier modules, as in a shared module at its second path."""
         return self.tied.keys() == self.shapes.keys()
 
 

@@ -150,7 +150,8 @@ def _place(text: str) -> Place:
     excludes = body != text
     match = _PLACE.fullmatch(body)
     if match is None or not (match["side"] or excludes):
-        raise SelectorError(text, f"has no side; write {f'{body}:in'!r} or {f'{body}:out'!r}")
+        modules = body.partition(":")[0]
+        raise SelectorError(text, f"has no side; write {f'{modules}:in'!r} or {f'{modules}:out'!r}")
     call = None if match["call"] is None else int(match["call"])
     side, name = match["side"] or "", match["name"] or ""
     return Place(text, match["modules"], side, call, name, excludes)

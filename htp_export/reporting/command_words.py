@@ -14,6 +14,7 @@ _COMMANDS = {
     "htp_export.tagging(strict=False), or --allow-untagged on the command line": "--allow-untagged",
     "htp_export.export(...) in place of torch.onnx.export(...)": "htp-export export",
     "htp_export.export(...)": "htp-export export",
+    "htp_export.bind(...)": "htp-export bind",
     "htp_export.carry(before, after)": "htp-export carry BEFORE AFTER -o OUT",
     "htp_export.carry(model, file)": "htp-export carry MODEL FILE -o OUT",
     "carry(before, after, ...)": "htp-export carry BEFORE AFTER",

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 from htp_export.reporting.columns import Column, sorted_by
 from htp_export.reporting.command_words import in_commands
 from htp_export.reporting.folding import folded
+from htp_export.reporting.row_table import FlatTable
 from htp_export.reporting.tables import Drawn, ModuleTable, drawn_parents
 
 if TYPE_CHECKING:  # rich is needed only to draw; the columns also to show help
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-    from rich.table import Table
     from rich.text import Text
 
 _GAP = 3  # characters between columns
@@ -204,18 +204,9 @@ def render_modules(
     return with_lines(table, (result.summary, *result.lines))
 
 
-def flat_table(columns: Sequence[Column[R]], rows: Iterable[R], gap: int = _GAP) -> Table:
+def flat_table(columns: Sequence[Column[R]], rows: Iterable[R], gap: int = _GAP) -> FlatTable:
     """A table with one line for each row; words are wrapped, numbers are not."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    for column in columns:
-        side: Literal["right", "left"] = "right" if column.right else "left"
-        table.add_column(Text(column.heading), justify=side, no_wrap=column.right, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(column.cell(row), style=column.style_of(row)) for column in columns))
-    return table
+    return FlatTable(columns, list(rows), gap)
 
 
 def equal_cells(columns: Sequence[Column[M]]) -> Callable[[M], Hashable]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.errors import FileError
-from htp_export.files.filesystem import opened_plain
 from htp_export.files.text_files import read_json
 from htp_export.process.restoring import no_collection
 from htp_export.runtime.traces import RUN, DeepTrace, Trace, trace_of_events
@@ -19,15 +18,6 @@ _LONGEST_NAME = 10_000  # characters of a kernel
 _LATEST = 1 << 53  # microseconds: exact as a float, 285 years
 _KINDS = ("Node", "Kernel", "Session")
 """The categories of events that times are read from; others are ignored."""
-
-
-def is_trace(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as a list in JSON, as the profiler writes it; False if it cannot be read."""
-    try:
-        with opened_plain(path) as file:
-            return file.read(64).lstrip()[:1] == b"["
-    except (OSError, FileError):
-        return False
 
 
 def read_recorded(path: str | os.PathLike[str]) -> list[Trace]:

@@ -245,9 +245,10 @@ def _named(entries: StateEntries, needed: Needed) -> tuple[Mapping[str, str], st
         return fitting[0]
     if len(wanted) == len(needed.names):
         near = nearest_names(wanted[0], entries.tensors)
+        hint = f"; nearest: {', '.join(map(repr, near))}" if near else ""
         raise InputError(
             f"{entries.source} has none of the {len(wanted)} entries that the file was exported from, "
-            f"such as {wanted[0]!r}; nearest: {near}"
+            f"such as {wanted[0]!r}{hint}"
         )
     return unchanged, ""
 

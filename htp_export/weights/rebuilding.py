@@ -106,7 +106,10 @@ def _differing(value: ir.Value, recipe: Recipe, state_dict: Mapping[str, Any]) -
     for made in steps_in(recipe):
         if made[0] == "equal" and not compute.are_equal(made[1:]):
             listed = " and ".join(map(repr, dict.fromkeys(parameters_in(made))))
-            return f"{listed} were equal at the export and share one tensor of the file; they differ now"
+            return (
+                f"{listed} were equal at the export and share one tensor of the file; they differ now: "
+                "export the model again, with weights that differ"
+            )
     return ""
 
 

@@ -163,3 +163,14 @@ def test_a_program_has_the_options_of_a_session_and_the_node(words, printed, fil
     if words.startswith("profile"):
         assert "options.intra_op_num_threads = 1" in program
         assert "onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC" in program
+
+
+def test_the_program_of_a_page_writes_it(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = arguments("view FILE -o page.html --no-explorer", files)
+    assert main([*words, "--as-python"]) == 0
+    program = capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    exec(program, {})
+    assert (tmp_path / "page.html").exists()
+    assert "page.html" in capsys.readouterr().out

@@ -142,7 +142,7 @@ class TestSpelling:
     @pytest.mark.parametrize(
         ("command", "problem"),
         [
-            ("tree net.onx", "net.onx: is missing"),
+            ("tree net.onx", "net.onx: is missing; nearest: net.onnx"),
             ("export model.pt -o x.onnx", "model.pt: a checkpoint has weights and no code"),
             ("export --entry nowhere:net -o x.onnx", "there is no module 'nowhere' in this folder"),
             ("quantize net.onnx FP32 -o x.onnx", "nearest: fp32"),

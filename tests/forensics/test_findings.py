@@ -268,7 +268,7 @@ def test_a_pass_of_a_higher_level_is_not_said_to_leave_anything():
     (finding,) = htp_export.forensics(model, level="exact").of("attention")
     assert (finding.fixed_by, finding.why) == (
         None,
-        "fuse_for_onnxruntime did not run: it is of level fused",
+        "level exact leaves it: fuse_for_onnxruntime is of level fused",
     )
 
 

@@ -1,6 +1,7 @@
 """What README and docs show runs from top to bottom as it stands: tests/documents.py says how."""
 
 import ast
+import importlib
 import itertools
 import operator
 import re
@@ -239,6 +240,44 @@ def prose_lines(page: Path) -> list[str]:
         r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
     )
     return [line for line in text.splitlines() if not line.startswith(("    ", "#", "<!--"))]
+
+
+@pytest.mark.long
+def test_the_python_of_a_command_on_a_page_is_what_the_command_prints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    model, args = importlib.import_module("examples.net").make()
+    htp_export.export(model, args, "stand_in.onnx", verbose=False)
+    stand_ins = documents.StandIns(tmp_path, tmp_path / "stand_in.onnx")
+    shown = [(page, entry) for page in PAGES for entry in stand_ins.shown(page)]
+    assert len(shown) > 40
+    for page, (block, command, python) in shown:
+        assert block.text == python, f"{page.name}:{block.line}: {command.text} --as-python"
+
+
+def test_a_page_chooses_the_command_whose_python_it_shows(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "    htp-export tap a.onnx b:out\n    htp-export info a.onnx\n\n<!-- as python: tap -->\n\n```python\n```\n"
+        "\n<!-- as python -->\n\n```python\n```\n"
+    )
+    chosen = [command.text.split()[1] for _, command in documents.shown_as_python(page)]
+    assert chosen == ["tap", "info"]
+    page.write_text("<!-- as python: tap -->\n\n```python\n```\n")
+    with pytest.raises(AssertionError, match=r"page\.md:4: no command above begins with"):
+        documents.shown_as_python(page)
+
+
+def test_each_function_of_a_command_is_called_on_some_page():
+    snippets = [
+        block.text
+        for page in PAGES
+        for block in documents.blocks(page)
+        if block.language == "python"
+    ]
+    text = "\n".join(snippets)
+    of_commands = {name.replace(" ", ".") for name in command_names()} - {"tree", "run"}
+    assert {name for name in of_commands if f"htp_export.{name}(" not in text} == set()
 
 
 @pytest.mark.long

@@ -349,8 +349,10 @@ class TestWrongFiles:
             htp_export.profile(model(), memory=True, engine="tensorrt", measured=files)
         with pytest.raises(InputError, match="tensorrt is not run here: give the files"):
             htp_export.profile(model(), engine="tensorrt")
-        with pytest.raises(InputError, match="reads two files of trtexec"):
+        with pytest.raises(InputError, match="give the file of --exportProfile, too"):
             htp_export.profile(model(), engine="tensorrt", measured=files[:1])
+        with pytest.raises(InputError, match="reads the files of one engine"):
+            htp_export.profile(model(), engine="tensorrt", measured=(*files, *files))
 
 
 READ = ("--engine", "tensorrt", "--measured")
@@ -376,8 +378,8 @@ class TestCommandLine:
             "tensorrt",
             "layers",
         )
-        assert main(["profile", "net.onnx", *READ, "times.json", "--measured", "layers.json"]) == 2
-        assert "times.json: is not what trtexec --exportLayerInfo writes" in capsys.readouterr().err
+        assert main(["profile", "net.onnx", *READ, "times.json", "--measured", "layers.json"]) == 0
+        assert "4.000 ms a run in the layers of TensorRT" in capsys.readouterr().out
         assert (
             main(
                 [

@@ -93,4 +93,4 @@ def test_the_command_reads_weights_where_it_is_asked_to(tmp_path, capsys):
         '"layer.0.fc.weight":{"elements":16,"mean":24.5,"std":4.61,"least":17.0,"most":32.0'
         in page.read_text(encoding="utf-8")
     )
-    assert "6 modules, 7 nodes" in capsys.readouterr().out
+    assert "7 modules, 7 nodes" in capsys.readouterr().out

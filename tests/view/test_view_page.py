@@ -211,6 +211,42 @@ def test_the_map_is_saved_as_an_image(page, net):
     assert saved == page.run(f"[`${{htp.data.name}}.png`, {canvas}.width, {canvas}.height]")
 
 
+@pytest.mark.parametrize("shape", ["tree", "flame"])
+def test_the_map_is_saved_as_a_drawing_that_looks_like_it(page, net, shape):
+    start(page, net)
+    page.run(
+        f"htp.tab('map'), document.getElementById('map-shape').value = '{shape}', htp.map.draw()"
+    )
+    saved = page.run(
+        "new Promise((done) => { htp.picture.save = (drawing, name) => drawing.text()"
+        ".then((text) => done([name, text])); document.getElementById('map-svg').click(); })"
+    )
+    assert saved[0] == page.run("`${htp.data.name}.svg`")
+    labels = page.run(
+        "htp.map.boxes().filter((box) => box.width > 34 && box.height > 14).map((box) => box.module.label)"
+    )
+    names = re.findall(r'font-weight="600">([^<]*)</text>', saved[1])
+    assert len(names) == len(labels) > 3
+    pairs = list(zip(names, labels, strict=True))
+    assert all(label.startswith(name.removesuffix("…")) for name, label in pairs)
+    assert any(name == label for name, label in pairs)
+    # Drawn over the canvas, the SVG differs from it in the edges of letters at most.
+    off = page.run(
+        "(async () => { const canvas = document.querySelector('#map canvas'); const image = new Image();"
+        "image.src = URL.createObjectURL(new Blob([htp.map.svgOf()], { type: 'image/svg+xml' })); await image.decode();"
+        "const [width, height] = [canvas.width, canvas.height];"
+        "const pixels = (what) => { const paper = Object.assign(document.createElement('canvas'), { width, height });"
+        "const pen = paper.getContext('2d'); pen.fillStyle = getComputedStyle(document.body).backgroundColor;"
+        "pen.fillRect(0, 0, width, height); pen.drawImage(what, 0, 0, width, height);"
+        "return pen.getImageData(0, 0, width, height).data; };"
+        "const [a, b] = [pixels(canvas), pixels(image)]; let far = 0;"
+        "const off = (k) => Math.abs(a[k] - b[k]);"
+        "for (let k = 0; k < a.length; k += 4) far += off(k) + off(k + 1) + off(k + 2) > 96;"
+        "return far / (a.length / 4); })()"
+    )
+    assert off < 0.005
+
+
 class Tied(torch.nn.Module):
     """The output layer has the weight of the embedding, 400 elements, and a bias of its own."""
 
@@ -260,7 +296,9 @@ def test_model_explorer_unfolds_to_a_module_counts_as_the_page_and_what_is_chose
     page.size(1000, 500)  # it takes as long as there are pixels
     start(page, net)
     page.run("document.getElementById('flat').click()")
-    nodes, modules = page.run("[htp.root.nodes, htp.table.state.rows.length]")
+    nodes, modules = page.run("[htp.root.nodes, htp.data.count]")
+    # a container has no row
+    assert page.run("htp.table.state.rows.length") == modules - 1
     assert f"{nodes} nodes · {modules} modules" in page.run(
         "document.getElementById('facts').innerText"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from htp_export.command.options import FileArgument, JsonOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
-from htp_export.reporting.command_words import in_commands
 
 EXAMPLE = "bert.onnx"
 PLACE = ("Look", 7)
@@ -17,4 +16,4 @@ def fingerprint_command(file: FileArgument, as_json: JsonOption = False) -> None
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
         result = fingerprint(file)
-    report(result, as_json, lambda: in_commands(str(result)))
+    report(result, as_json)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from operator import attrgetter
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from htp_export.capabilities.forensics.finding import KIND_COLUMNS, Finding, Forensics, title_of
@@ -69,7 +68,7 @@ def render_findings(result: Forensics) -> RenderableType:
     return Group(table, Text(), *tag_note(result.tags))
 
 
-def _by_module(result: Forensics, modules: list[str]) -> Table:
+def _by_module(result: Forensics, modules: list[str]) -> RenderableType:
     """A table with one line a module; modules with the same findings share it.
 
     A module whose parent has the same findings has no line.

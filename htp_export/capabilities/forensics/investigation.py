@@ -307,7 +307,7 @@ class _Investigation:
             return "" if known is None else known.why
         needed = self._passes.find(known.fixed_by).level
         if levels.index(needed) > levels.index(level):
-            return f"{known.fixed_by} did not run: it is of level {needed}"
+            return f"level {level} leaves it: {known.fixed_by} is of level {needed}"
         return (
             known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from htp_export.capabilities.huggingface.configs import apply_overrides, nearest
 from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf
-from htp_export.errors import FileError, ModelSourceError, described
+from htp_export.errors import FileError, ModelSourceError, described, nearest_names
 from htp_export.extras import required
 from htp_export.files.text_files import read_json
 
@@ -165,7 +165,10 @@ class Source:
         has_word_suffix = suffix[1:].isalpha()
         in_folder = self._is_path or len(path.parts) == 1 or path.parent.is_dir()
         if has_word_suffix and in_folder and not path.exists():
-            raise FileError(path, "is missing")
+            beside = [file.name for file in path.parent.glob("*.onnx")]
+            nearest = nearest_names(path.name, beside, count=1)
+            hint = f"; nearest: {path.parent / nearest[0]}" if nearest else ""
+            raise FileError(path, f"is missing{hint}")
 
     def _own_config(self) -> Any:
         """The config as the model has it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from htp_export.command.options import FileArgument, JsonOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
-from htp_export.reporting.command_words import in_commands
 
 EXAMPLE = "bert.onnx"
 PLACE = ("Look", 1)
@@ -21,4 +20,4 @@ def info_command(file: FileArgument, as_json: JsonOption = False) -> None:
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
         result = info(file)
-    report(result, as_json, lambda: in_commands(str(result)))
+    report(result, as_json)

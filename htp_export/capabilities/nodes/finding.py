@@ -274,11 +274,25 @@ class Finder:
         count = sum(not node.inside for node in self._nodes)
         return f"it has {many(count, 'node')}, counted from 0"
 
+    def _stored_as(self, parameter: str) -> list[str]:
+        """The initializers that contain a parameter."""
+        found = []
+        for weight, mapped in self._initializers.items():
+            names = [each.name for each in mapped.parameters]
+            if parameter in names:
+                found.append(weight)
+        return found
+
     def _hint(self, name: str) -> str:
         if name in self._modules:
             return (
                 f"; it is a module with {many(len(self._modules[name].nodes), 'node')}: select it"
             )
+        if name.removeprefix("-").isdecimal():
+            return f"; {self._range()}"
+        stored = self._stored_as(name)
+        if stored:
+            return f"; it is a parameter, stored as {' and '.join(map(repr, stored))}"
         keys = (*self._uncomputed, *self._producers)
         nearest = nearest_names(name, sorted({*self._named, *(tensor for _, tensor in keys)}))
         return f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""

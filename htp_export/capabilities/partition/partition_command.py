@@ -12,6 +12,7 @@ from htp_export.command.outputs import Writes, show_next, show_written, written_
 from htp_export.command.terminal import Steps, print_json, show
 from htp_export.errors import InputError
 from htp_export.format.bounds import number_in
+from htp_export.reporting.row_table import DrawnResult
 
 EXAMPLE = "bert.onnx 4 -o stages/"
 PLACE = ("Deploy", 3)
@@ -81,7 +82,7 @@ def partition_command(
     if as_json:
         print_json(result.to_dict())
     else:
-        show(str(result))
+        show(DrawnResult(result))
         show_written(written_folder(output))
         show_next("htp-export", "view", result.stages[0].file or output)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.capabilities.profile.latency_results import OWN_ENGINE, Profile
+from htp_export.capabilities.profile.measured_files import engine_of
 from htp_export.capabilities.profile.measured_memory import MeasuredMemory, memory_by_module
 from htp_export.capabilities.profile.measurements import Measurement, ProfileEngine
 from htp_export.capabilities.profile.onnxruntime_engine import measure
@@ -78,9 +79,10 @@ def profile(
         engine: ``onnxruntime``, or the name of an engine of another package: an entry point of the
             group ``htp_export.profile``.
         engine_options: Options of such an engine.
-        measured: Run nothing; read the files in which the engine recorded measurements elsewhere. Of
+        measured: Run nothing; read the files in which an engine recorded measurements elsewhere. Of
             ONNX Runtime, these are files of ``session.end_profiling()``, of one session each or of
-            several; kernels that are no nodes of the model are counted and named.
+            several; kernels that are no nodes of the model are counted and named. Files of another
+            engine are recognized, without ``engine``.
 
     Returns:
         Times in ms, by module path.
@@ -105,6 +107,8 @@ def profile(
         data, dims, shapes, providers=providers, session_options=session_options, runs=runs
     )
     options = dict(engine_options or {})
+    if measured and engine == OWN_ENGINE:
+        engine = engine_of(measured[0]) or OWN_ENGINE
     if timing not in _TIMINGS:
         raise InputError(f"no timing {timing!r}; there are {', '.join(_TIMINGS)}")
     other: ProfileEngine | None = None if engine == OWN_ENGINE else plug_in("profile", engine)

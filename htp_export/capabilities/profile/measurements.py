@@ -197,8 +197,8 @@ class Measurement:
 class ProfileEngine(Protocol):
     """The interface of an engine of another package: an entry point of ``htp_export.profile``.
 
-    An engine that cannot run models here has no ``measure``; one that writes no files has no
-    ``read``.
+    An engine that cannot run models here has no ``measure``; one that writes no files has neither
+    ``read`` nor ``wrote``.
 
     Attributes:
         THREADS: The engine's option for the number of threads of a kernel; "" if it has none.
@@ -226,6 +226,9 @@ class ProfileEngine(Protocol):
         self, tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: str
     ) -> Measurement:
         """Read the engine's measurements of a model without functions from files."""
+
+    def wrote(self, beginning: str) -> bool:
+        """Whether a text file with this beginning is one that ``read`` takes."""
 
 
 def consistent(measure: Callable[[], Measurement]) -> Measurement:

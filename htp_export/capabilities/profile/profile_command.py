@@ -60,7 +60,7 @@ def profile_command(
     measured: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Run nothing; read a trace of ONNX Runtime's profiler, or a file of another engine. May be repeated."
+            help="Run nothing; read a trace of ONNX Runtime's profiler, or files of trtexec. May be repeated."
         ),
     ] = None,
     budget: Annotated[

@@ -8,8 +8,9 @@ A name is a module path, the name of a node, or the name of a tensor that a node
   ``-json_stats``: ``samples/cpp/benchmark_app/statistics_report.cpp`` writes
   ``{"report_type": "average", "avg_performance": {"nodes": [{"name", "real_time", ...}]}}`` and
   ``{"report_type": "detailed", "detailed_performance": [{"nodes": [...]}, ...]}``; milliseconds.
+- Tables of OpenVINO and ExecuTorch: `engine_tables`.
 
-Layers of TensorRT stand for several nodes: ``profile --engine tensorrt`` reads its files.
+Layers of TensorRT stand for several nodes: `profile` reads its files.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from htp_export.capabilities.view.engine_tables import (
+    executorch_times,
+    is_executorch_table,
+    is_openvino_table,
+    openvino_times,
+)
 from htp_export.capabilities.view.inventory import Inventory
 from htp_export.capabilities.view.measures import Measure
-from htp_export.errors import InputError
+from htp_export.errors import FileError, InputError
+from htp_export.files.text_files import beginning_of
 from htp_export.format import tags
 
 _FIELDS = {"title", "unit", "values"}
@@ -37,12 +46,14 @@ class NamedNumbers:
     Attributes:
         title: The title of the column.
         unit: ``ms``, ``B`` for bytes, or ``""``.
-        values: Name of a module, node or tensor → number.
+        values: Name of a module, node or tensor → number; that of a module is with all descendants.
+        own: Module path → number of the module itself, which counts in all modules above it.
     """
 
     title: str
     unit: str
     values: Mapping[str, float]
+    own: Mapping[str, float] = field(default_factory=dict)
 
     def of_model(self, inventory: Inventory) -> tuple[Measure, str]:
         """The numbers by module and node, and a note on names that the model does not have.
@@ -60,14 +71,17 @@ class NamedNumbers:
                 by_node[places[name]] = by_node.get(places[name], 0.0) + value
             else:
                 unknown.append(name)
-        if not by_module and not by_node:
+        own = {path: value for path, value in self.own.items() if path in inventory.modules}
+        unknown += [path for path in self.own if path not in own]
+        if not by_module and not by_node and not own:
             raise InputError(
-                f"{self.title}: none of its {len(self.values)} names is a module, node or tensor of "
+                f"{self.title}: none of its {len(unknown)} names is a module, node or tensor of "
                 f"{inventory.name}, {unknown[0]!r} first"
             )
         sums = defaultdict[str, float](float)
-        for place, value in by_node.items():
-            for path in tags.ancestors(inventory.nodes[place].module):
+        counted = [(inventory.nodes[place].module, value) for place, value in by_node.items()]
+        for module, value in (*counted, *own.items()):
+            for path in tags.ancestors(module):
                 sums[path] += value
         named = {inventory.nodes[place].name: value for place, value in by_node.items()}
         measure = Measure(
@@ -77,6 +91,7 @@ class NamedNumbers:
             additive=True,
             main=True,
             total={**sums, **by_module},
+            own=own,
             nodes={name: value for name, value in named.items() if name},
         )
         return measure, self._note(unknown, inventory)
@@ -86,9 +101,10 @@ class NamedNumbers:
             return ""
         listed = ", ".join(unknown[:_SHOWN])
         more = f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
-        lost = sum(self.values[name] for name in unknown)
+        numbers = {**self.values, **self.own}
+        lost = sum(numbers[name] for name in unknown)
         return (
-            f"{self.title}: {len(unknown):,} of {len(self.values):,} names are not in "
+            f"{self.title}: {len(unknown):,} of {len(numbers):,} names are not in "
             f"{inventory.name} ({lost:.4g} {self.unit}".rstrip()
             + f"): {listed}{more}."
         )
@@ -130,6 +146,33 @@ def named_numbers(data: Any, file: str) -> NamedNumbers | None:
     return None
 
 
+def is_measured(path: Path) -> bool:
+    """Whether a file contains measurements of an engine."""
+    from htp_export.capabilities.profile.measured_files import engine_of
+
+    beginning = beginning_of(path)
+    is_table = is_openvino_table(beginning) or is_executorch_table(beginning)
+    return is_table or engine_of(path) is not None
+
+
+def numbers_in_table(path: Path) -> NamedNumbers | None:
+    """Read the table of another engine; None for a file in another form.
+
+    Raises:
+        FileError: The file has one of the forms of `engine_tables`, and other contents.
+    """
+    beginning = beginning_of(path)
+    if is_openvino_table(beginning):
+        times = openvino_times(path)
+        if not times:
+            raise FileError(path, "OpenVINO's report has no counters")
+        return NamedNumbers("OpenVINO time", "ms", times)
+    if is_executorch_table(beginning):
+        of_modules, others = executorch_times(path)
+        return NamedNumbers("ExecuTorch time", "ms", others, own=of_modules)
+    return None
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -165,7 +208,17 @@ def _openvino_layers(request: Any) -> Iterable[tuple[str, float]]:
         raise InputError("OpenVINO's report has no list of nodes")
     for entry in nodes:
         name = entry.get("name") if isinstance(entry, Mapping) else None
-        ms = entry.get("real_time") if isinstance(entry, Mapping) else None
-        if not isinstance(name, str) or not _is_number(ms):
+        ms = _milliseconds(entry.get("real_time")) if isinstance(entry, Mapping) else None
+        if not isinstance(name, str) or ms is None:
             raise InputError("a node of OpenVINO's report has no name or no real_time")
-        yield name, float(ms)  # type: ignore[arg-type] # it is a number
+        yield name, ms
+
+
+def _milliseconds(value: object) -> float | None:
+    """A time of OpenVINO's report: a number as the C++ tool writes it, or a text as the Python tool does."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return float(value) if _is_number(value) else None  # type: ignore[arg-type] # it is a number

@@ -160,11 +160,22 @@ def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) ->
         own = _OWN.get(name, f"self_{name}") if kind.additive else ""
         yield replace(
             kind,
+            title=_title(kind, data),
             total={path: values[name] for path, values in numbers.items() if name in values},
             own={path: values[own] for path, values in numbers.items() if own in values},
             nodes=_by_node(data, name),
             words=words if kind.main else {},
         )
+
+
+def _title(kind: Measure, data: Mapping[str, Any]) -> str:
+    """The title of a column; times of another engine than ONNX Runtime have its name."""
+    from htp_export.capabilities.profile.latency_results import OWN_ENGINE
+
+    engine = data.get("engine")
+    if kind.unit != "ms" or not isinstance(engine, str) or engine == OWN_ENGINE:
+        return kind.title
+    return f"{kind.title}, {engine}"
 
 
 def _remarks(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -108,8 +108,8 @@ def distinct_names(files: Sequence[str]) -> list[str]:
     return names
 
 
-def page_of_files(files: Sequence[ShownFile]) -> tuple[str, int]:
-    """Build the page, and count its rows.
+def page_of_files(files: Sequence[ShownFile]) -> str:
+    """Build the page.
 
     All files are compared with the first one until the reader chooses another.
     """
@@ -131,7 +131,7 @@ def page_of_files(files: Sequence[ShownFile]) -> tuple[str, int]:
         "words": list(words.places),
     }
     title = " · ".join(file.name for file in files)
-    page = document(
+    return document(
         title,
         data,
         packed={"content": packed(content)},
@@ -139,7 +139,6 @@ def page_of_files(files: Sequence[ShownFile]) -> tuple[str, int]:
         style=("page.css", "together.css"),
         scripts=SCRIPTS,
     )
-    return page, len(paths)
 
 
 class _Numbers:

@@ -137,6 +137,7 @@ def view_command(
     further = list(beside or ())
     if further and (overlay or netron or not model.is_file):
         raise InputError("--with is for the page of an ONNX file; export a PyTorch model first")
+    _check_models(further)
     results_of = _results_by_file([str(model.source), *map(str, further)], result or ())
     results: list[Any] = [path for path in (profile, cost, verify) if path is not None]
     results += results_of[0]
@@ -167,7 +168,9 @@ def view_command(
 
     if serve:
         is_one_file = model.is_file and not further
-        _serve(draw, Path(str(model.source)) if is_one_file else None, port, as_json)
+        _serve(
+            draw, Path(str(model.source)) if is_one_file else None, port, as_json, 1 + len(further)
+        )
         return
     if (overlay or netron) and not model.is_file:
         raise InputError(
@@ -179,7 +182,8 @@ def view_command(
     file = Path(str(model.source) if model.is_file else "model")
     target = output or file.with_suffix(".html")
     check_output(target, Kind.PAGE)
-    _report(target, f"open {target} in a browser", as_json, *draw(target))
+    shown, facts = draw(target)
+    _report(target, f"open {target} in a browser", as_json, shown, facts, files=1 + len(further))
 
 
 def _write_sidecar(
@@ -209,6 +213,17 @@ def _write_sidecar(
     sidecar = _sidecar(file, overlay, results, kinds, settings, Steps(quiet=as_json))
     write_text(target, json.dumps(sidecar, indent=1), Kind.JSON)
     _report(target, f"open {file} in {viewer}", as_json)
+
+
+def _check_models(files: Sequence[Path]) -> None:
+    """Refuse files of measurements in place of models."""
+    from htp_export.capabilities.view.engine_results import is_measured
+
+    for file in files:
+        if is_measured(file):
+            raise InputError(
+                f"--with {file}: this file has times and no model; give --result {file}"
+            )
 
 
 def _results_by_file(files: Sequence[str], results: Sequence[str]) -> list[list[str]]:
@@ -244,21 +259,23 @@ def _report(
     as_json: bool,
     shown: View | None = None,
     facts: Mapping[str, Any] = MappingProxyType({}),
+    files: int = 1,
 ) -> None:
-    """Report the written files, and the next step."""
+    """Report the written files, and the next step; ``files``: those that the page shows."""
     written = written_page(target)
     if as_json:
         print_json({"file": str(target), "files": written, **facts})
         return
     if shown is not None:
-        _show_counts(shown)
+        _show_counts(shown, files)
     show_written(written)
     if written:
         show(f"next: {step}")
 
 
-def _show_counts(shown: View) -> None:
-    show(f"{shown.modules:,} modules, {shown.nodes:,} nodes")
+def _show_counts(shown: View, files: int) -> None:
+    both = f" in {files} files" if files > 1 else ""
+    show(f"{shown.modules:,} modules, {shown.nodes:,} nodes{both}")
     if shown.missing:
         show(f"without Model Explorer: {in_commands(shown.missing)}")
 
@@ -305,6 +322,7 @@ def _serve(
     file: Path | None,
     port: int,
     as_json: bool,
+    files: int,
 ) -> None:
     """Draw the page and serve it until Ctrl-C; with a file, also the values of its tensors."""
     from htp_export.capabilities.view.page.document import served
@@ -319,7 +337,7 @@ def _serve(
         if as_json:
             print_json({"url": server.url, **facts})
         else:
-            _show_counts(shown)
+            _show_counts(shown, files)
             typer.echo(f"{server.url}\nCtrl-C ends it")
         sys.stdout.flush()  # a parent process waits for the address
         server.run(shown.html if values is None else served(shown.html), values)

@@ -9,7 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
-from htp_export.capabilities.view.engine_results import NamedNumbers, named_numbers
+from htp_export.capabilities.view.engine_results import (
+    NamedNumbers,
+    named_numbers,
+    numbers_in_table,
+)
 from htp_export.capabilities.view.inventory import Inventory, take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of
 from htp_export.capabilities.view.model_explorer.application import (
@@ -35,7 +39,6 @@ from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.process.argument_types import check_fits, checks_arguments, is_torch_module
 from htp_export.reporting.columns import si
 from htp_export.reporting.result import Result
-from htp_export.reporting.tables import drawn_parents
 from htp_export.runtime.data import Data
 from htp_export.runtime.settings import RunSettings
 
@@ -64,8 +67,8 @@ class View(Result):
     Attributes:
         html: The page.
         path: The file that was written; None if there is none.
-        nodes: Number of nodes in the page.
-        modules: Number of modules in the page, without containers that never ran.
+        nodes: Number of nodes; of several files, the sum.
+        modules: Number of modules in the module tree, as of `info`; of several files, the sum.
         missing: The reason why Model Explorer is not in the page; ``""`` if it is.
         failures: Module path → error, for modules of a PyTorch model that could not be exported.
         way: How the graph of a PyTorch model was obtained, as of `inspect`; ``""`` for an ONNX
@@ -167,8 +170,10 @@ def view(
         results: Numbers by module for columns, sizes and colours, and precisions for colours:
             results of ``profile``, ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or
             ``sensitivity``, or files that their commands wrote with ``--json``. For a result of
-            ``search``, the page shows its front and its plans. A file of another engine has numbers
-            by name of a module or node: ``{"encoder.layer.0": 1.2}``, or OpenVINO's counters.
+            ``search``, the page shows its front and its plans. Files that other engines wrote where
+            they ran the model: traces of ONNX Runtime, files of ``trtexec``, OpenVINO's counters,
+            tables of ExecuTorch's Inspector; or numbers by name of a module or node:
+            ``{"encoder.layer.0": 1.2}``.
         beside: Further models, each alone or with its results, ``("int8.onnx", [result])``: the
             page is a table with a row for each module and the numbers of all files, and shows the
             graphs of two of them side by side.
@@ -207,7 +212,7 @@ def view(
     if not kinds and settings.has_inputs:
         raise InputError("data, dims and shapes are for a measurement; give measure, too")
     if not is_torch_module(model):
-        results = _with_traces(results, cast(ModelSource, model))
+        results = _with_measurements(results, cast(ModelSource, model))
     read = read_results(results)
     if is_torch_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
@@ -235,7 +240,7 @@ def view(
         html=page,
         path=path,
         nodes=len(inventory.nodes),
-        modules=len(drawn_parents(modules)),
+        modules=len(modules),
         missing=missing,
         failures={path: module.failure for path, module in modules.items() if module.failure},
     )
@@ -313,7 +318,7 @@ def _side_by_side(
     """The page of several files; nothing is written unless all of them can be read."""
     named = [model if isinstance(model, str | os.PathLike) else "" for model, _ in files]
     names = distinct_names([os.fspath(name) or f"model {k}" for k, name in enumerate(named, 1)])
-    files = [(model, _with_traces(results, model)) for model, results in files]
+    files = [(model, _with_measurements(results, model)) for model, results in files]
     read = [read_results(results) for _, results in files]
     shown = []
     for (model, results), name, known in zip(files, names, read, strict=True):
@@ -329,14 +334,14 @@ def _side_by_side(
         structures, steps = hashes_of(tagged)
         notes = graph.note.splitlines()
         shown.append(ShownFile(name, graph.inventory, graph.measures, notes, structures, steps))
-    page, modules = page_of_files(shown)
+    page = page_of_files(shown)
     if path is not None:
         write_text(path, page)
     return View(
         html=page,
         path=path,
         nodes=sum(len(file.inventory.nodes) for file in shown),
-        modules=modules,
+        modules=sum(len(file.inventory.modules) for file in shown),
     )
 
 
@@ -405,18 +410,27 @@ def measured(
     return results
 
 
-def _with_traces(results: Sequence[Numbers], model: ModelSource) -> list[Numbers]:
-    """Results with those of ``profile`` in place of files that are traces of ONNX Runtime's profiler."""
+def _with_measurements(results: Sequence[Numbers], model: ModelSource) -> list[Numbers]:
+    """Results with those of ``profile`` in place of files in which engines recorded times elsewhere.
+
+    Each trace of ONNX Runtime is one result; the files of another engine are one together.
+    """
     from htp_export.capabilities.profile.latency import profile
-    from htp_export.runtime.recorded_traces import is_trace
+    from htp_export.capabilities.profile.latency_results import OWN_ENGINE
+    from htp_export.capabilities.profile.measured_files import engine_of
 
     shown: list[Numbers] = []
+    of_engine: dict[str, list[str | os.PathLike[str]]] = {}
     for result in results:
-        is_file = isinstance(result, str | os.PathLike)
-        if is_file and is_trace(cast("str | os.PathLike[str]", result)):
+        engine = engine_of(result) if isinstance(result, str | os.PathLike) else None
+        if engine is None:
+            shown.append(result)
+        elif engine == OWN_ENGINE:
             shown.append(profile(model, measured=[cast("str | os.PathLike[str]", result)]))
         else:
-            shown.append(result)
+            of_engine.setdefault(engine, []).append(cast("str | os.PathLike[str]", result))
+    for engine, files in of_engine.items():
+        shown.append(profile(model, measured=files, engine=engine))
     return shown
 
 
@@ -473,6 +487,9 @@ def _opened(result: Numbers, file: str = "numbers") -> list[Measure] | NamedNumb
     from htp_export.capabilities.search.search_results import Search, search_from
 
     if isinstance(result, str | os.PathLike):
+        table = numbers_in_table(Path(result))
+        if table is not None:
+            return table
         try:
             return _opened(read_json(result), Path(result).stem)
         except FileError:

@@ -161,7 +161,7 @@ def _facts(inventory: Inventory) -> dict[str, str]:
         "model": inventory.name,
         "class": inventory.modules[""].class_name,
         "nodes": f"{len(inventory.nodes)}, and {ends} inputs and outputs",
-        "modules": f"{len(drawn_parents(inventory.modules))}; those with nodes are layers, and so are containers",
+        "modules": f"{len(inventory.modules)}; those with nodes are layers",
         "parameters": number_text(inventory.modules[""].parameters),
         "weights": number_text(inventory.modules[""].weight_bytes, "B"),
         "producer": inventory.producer,

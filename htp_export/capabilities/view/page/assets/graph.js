@@ -117,7 +117,9 @@
   function card(box) {
     const { item } = box;
     const open = Boolean(box.lines);
-    const label = open ? labelOf(item) : htp.cut(labelOf(item), roomFor(item));
+    const room = roomFor(item);
+    const name = item.short && labelOf(item).length > room ? item.short : labelOf(item);
+    const label = open ? labelOf(item) : htp.cut(name, room);
     const shown = column(colour.value);
     const numbers = [...(shown && !facts.includes(shown) ? [shown] : []), ...facts].filter((each) => (each.named ? text(item, each) : valueOf(item, each))).map((each) => [each, text(item, each) + (SHORT[each.key] ?? "")]);
     const head = htp.make("div", { className: "head" },

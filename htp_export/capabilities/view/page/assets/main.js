@@ -20,11 +20,12 @@
   };
   byId("note").textContent = htp.graphs[htp.shown].note;
   byId("note").hidden = !byId("note").textContent;
-  const inside = data.count - htp.modules.length;
-  const facts = [htp.simple(htp.root.class), count(htp.nodes.length, "node"), count(htp.modules.length, "module"),
+  const containers = data.count - htp.modules.length;
+  const modules = count(data.count, "module");
+  const facts = [htp.simple(htp.root.class), count(htp.nodes.length, "node"), modules,
     `${htp.compact(htp.root.parameters)} parameters`, htp.compact(htp.root.bytes, "B"), htp.time && `${htp.withUnit(htp.time.of(htp.root), htp.time)} a run`, data.tags.headline].filter(Boolean);
   byId("facts").append(...facts.flatMap((fact, k) => [k ? " · " : "", htp.make("span", { textContent: fact })]));
-  if (inside) byId("facts").children[facts.indexOf(count(htp.modules.length, "module"))].title = `and ${count(inside, "container")}, whose names stand before those of the modules in them`;
+  if (containers) byId("facts").children[facts.indexOf(modules)].title = `with ${count(containers, "container")}, which have no row: their names stand before those of the modules in them`;
   byId("origin").textContent = data.facts.join(" · ");
   const end = (word) => ([name, type]) => htp.make("span", {}, `${word} `, htp.make("span", { className: "path", textContent: name }), ` ${type}`);
   const ends = [...data.inputs.map(end("in")), ...data.outputs.map(end("out"))];

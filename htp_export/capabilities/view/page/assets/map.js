@@ -158,46 +158,105 @@
     canvas.width = width * devicePixelRatio;
     canvas.height = height * devicePixelRatio;
     const pen = canvas.getContext("2d");
-    const style = getComputedStyle(document.documentElement);
-    const [text, ground, accent] = ["--text", "--ground", "--accent"].map((name) => style.getPropertyValue(name));
     pen.scale(devicePixelRatio, devicePixelRatio);
-    pen.textBaseline = "middle";
-    const most = byKind() ? 0 : mostDrawn();
-    drawLegend(most);
-    for (const box of boxes) {
-      const { module, x, y, width: w, height: h } = box;
-      pen.fillStyle = fill(box, most);
-      pen.fillRect(x, y, w, h);
-      pen.lineWidth = 1;
-      pen.strokeStyle = ground;
-      pen.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
-      if (w > 34 && h > 14) write(pen, module, x, y, w, h, text);
-    }
-    const selected = htp.selected?.members ?? [htp.selected];
-    for (const chosen of boxes.filter((box) => selected.includes(box.module))) {
-      pen.lineWidth = 2.5;
-      pen.strokeStyle = accent;
-      pen.strokeRect(chosen.x + 1, chosen.y + 1, chosen.width - 2, chosen.height - 2);
-    }
+    drawLegend(mostColoured());
+    paint(onCanvas(pen));
     drawCrumbs();
   }
 
-  function write(pen, module, x, y, width, height, colourOfText) {
+  const mostColoured = () => (byKind() ? 0 : mostDrawn());
+  const FONT = "system-ui, sans-serif";
+
+  // The areas, their lines and their names, on paper: a canvas, or SVG.
+  function paint(paper) {
+    const style = getComputedStyle(document.documentElement);
+    const [text, ground, accent] = ["--text", "--ground", "--accent"].map((name) => style.getPropertyValue(name));
+    const most = mostColoured();
+    for (const box of boxes) {
+      const { module, x, y, width: w, height: h } = box;
+      paper.area(x, y, w, h, fill(box, most));
+      paper.frame(x + 0.5, y + 0.5, w - 1, h - 1, ground, 1);
+      if (w > 34 && h > 14) write(paper, module, x, y, w, h, text);
+    }
+    const selected = htp.selected?.members ?? [htp.selected];
+    for (const chosen of boxes.filter((box) => selected.includes(box.module)))
+      paper.frame(chosen.x + 1, chosen.y + 1, chosen.width - 2, chosen.height - 2, accent, 2.5);
+  }
+
+  function onCanvas(pen) {
+    pen.textBaseline = "middle";
+    return {
+      area: (x, y, width, height, colourOfArea) => {
+        pen.fillStyle = colourOfArea;
+        pen.fillRect(x, y, width, height);
+      },
+      frame: (x, y, width, height, colourOfLine, thickness) => {
+        [pen.strokeStyle, pen.lineWidth] = [colourOfLine, thickness];
+        pen.strokeRect(x, y, width, height);
+      },
+      // Words in an area, which cuts what is longer.
+      words: (area, x, middle, words, colourOfText) => {
+        pen.save();
+        pen.beginPath();
+        pen.rect(...area);
+        pen.clip();
+        pen.fillStyle = colourOfText;
+        for (const [weight, shift, textOf] of words) {
+          pen.font = `${weight} 12px ${FONT}`;
+          pen.fillText(textOf, x + shift, middle);
+        }
+        pen.restore();
+      },
+    };
+  }
+
+  function asSvg(parts) {
+    return {
+      area: (x, y, width, height, colourOfArea) => parts.push(htp.svg("rect", { x, y, width, height, fill: colourOfArea })),
+      frame: (x, y, width, height, colourOfLine, thickness) => parts.push(htp.svg("rect", {
+        x, y, width: Math.max(0, width), height: Math.max(0, height), fill: "none", stroke: colourOfLine, "stroke-width": thickness,
+      })),
+      words: ([left, above, width, height], x, middle, words, colourOfText) => {
+        const texts = words.map(([weight, shift, textOf]) => {
+          const text = htp.svg("text", { x: x + shift, y: middle, "dominant-baseline": "central", fill: colourOfText, "font-family": FONT, "font-size": 12, "font-weight": weight });
+          text.textContent = textOf;
+          return text;
+        });
+        parts.push(htp.svg("svg", { x: left, y: above, width, height, viewBox: `${left} ${above} ${width} ${height}` }, ...texts));
+      },
+    };
+  }
+
+  function svgOf() {
+    const parts = [];
+    paint(asSvg(parts));
+    return htp.picture.sheet(pane.clientWidth, pane.clientHeight, parts);
+  }
+
+  // The width of a name in bold, for the number behind it.
+  const measure = document.createElement("canvas").getContext("2d");
+  function widthOf(text, weight) {
+    measure.font = `${weight} 12px ${FONT}`;
+    return measure.measureText(text).width;
+  }
+
+  // A text that fits: without its end if that is too long, and nothing if no letter fits.
+  function shortened(text, room) {
+    if (widthOf(text, 600) <= room) return text;
+    let count = Math.min(text.length - 1, Math.floor(room / 4));
+    while (count > 0 && widthOf(`${text.slice(0, count)}…`, 600) > room) count -= 1;
+    return count > 0 ? `${text.slice(0, count)}…` : "";
+  }
+
+  function write(paper, module, x, y, width, height, colourOfText) {
     const { unit } = column(size.value);
     const value = htp.withUnit(weigh(module), { unit });
-    pen.save();
-    pen.beginPath();
-    pen.rect(x + 4, y, width - 8, height);
-    pen.clip();
-    pen.fillStyle = colourOfText;
     const middle = y + (shape.value === "flame" ? height : Math.min(height, TITLE)) / 2;
-    const label = labelOf(module);
-    pen.font = "600 12px system-ui, sans-serif";
-    pen.fillText(label, x + 5, middle);
-    const end = pen.measureText(label).width + 8;
-    pen.font = "12px system-ui, sans-serif";
-    if (width - 12 - end > pen.measureText(value).width) pen.fillText(value, x + 5 + end, middle);
-    pen.restore();
+    const label = shortened(labelOf(module), width - 9);
+    const words = [[600, 0, label]];
+    const end = widthOf(label, 600) + 8;
+    if (width - 12 - end > widthOf(value, 400)) words.push([400, end, value]);
+    paper.words([x + 4, y, width - 8, height], x + 5, middle, words, colourOfText);
   }
 
   function drawCrumbs() {
@@ -228,6 +287,7 @@
   }
 
   document.getElementById("map-png").onclick = () => canvas.toBlob((image) => htp.picture.save(image, `${htp.data.name}.png`), "image/png");
+  document.getElementById("map-svg").onclick = () => htp.picture.save(new Blob([svgOf()], { type: "image/svg+xml" }), `${htp.data.name}.svg`);
 
   canvas.addEventListener("mousemove", (event) => {
     const module = at(event);
@@ -285,5 +345,5 @@
   for (const choice of [size, colour, shape]) choice.onchange = draw;
   htp.listeners.push(() => pane.offsetParent && draw());
   new ResizeObserver(draw).observe(pane);
-  htp.map = { draw, zoom, boxes: () => boxes, labelOf };
+  htp.map = { draw, zoom, boxes: () => boxes, labelOf, svgOf };
 })();

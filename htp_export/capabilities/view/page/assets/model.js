@@ -74,8 +74,11 @@ htp.REASONS = REASONS;
 htp.folded = function (sets, above) {
   const [first] = sets[0];
   const members = sets.flat();
-  const label = sets.length > 1 ? `${first.label} … ${sets.at(-1)[0].label}` : first.label;
-  const fold = { kind: "fold", id: first.id, path: first.path, class: first.class, fate: first.fate, calls: first.calls, nodes: first.nodes, own: [], sets, members, label, above };
+  const last = sets.at(-1)[0].label;
+  const label = sets.length > 1 ? `${first.label} … ${last}` : first.label;
+  // Where there is little room: names of alike siblings differ in their last number.
+  const short = sets.length > 1 ? `${first.label}…${last.match(/\d*$/)[0]}` : first.label;
+  const fold = { kind: "fold", id: first.id, path: first.path, class: first.class, fate: first.fate, calls: first.calls, nodes: first.nodes, own: [], sets, members, label, short, above };
   let parts = null;
   let each = null;
   Object.defineProperties(fold, {

@@ -59,10 +59,13 @@ htp.picture = (function () {
   function svgOf(element) {
     const area = element.getBoundingClientRect();
     const { clientWidth: width, clientHeight: height } = element;
-    const ground = getComputedStyle(document.body).backgroundColor;
-    const parts = [...element.children].flatMap((child) => drawn(child, area, area));
-    const picture = htp.svg("svg", { width, height, viewBox: `0 0 ${width} ${height}` }, htp.svg("rect", { width, height, fill: ground }), ...parts);
-    return new XMLSerializer().serializeToString(picture);
+    return sheet(width, height, [...element.children].flatMap((child) => drawn(child, area, area)));
+  }
+
+  // Parts on the ground of the page, as the text of an SVG file.
+  function sheet(width, height, parts) {
+    const ground = htp.svg("rect", { width, height, fill: getComputedStyle(document.body).backgroundColor });
+    return new XMLSerializer().serializeToString(htp.svg("svg", { width, height, viewBox: `0 0 ${width} ${height}` }, ground, ...parts));
   }
 
   async function pngOf(element) {
@@ -83,5 +86,5 @@ htp.picture = (function () {
   }
   const saveSvg = (element, name) => save(new Blob([svgOf(element)], { type: "image/svg+xml" }), `${name}.svg`);
   const savePng = async (element, name) => save(await pngOf(element), `${name}.png`);
-  return { svgOf, pngOf, save, saveSvg, savePng };
+  return { svgOf, sheet, pngOf, save, saveSvg, savePng };
 })();

@@ -10,8 +10,7 @@
   const state = { open: new Set(), apart: new Set(), repeats: htp.data.repeats.length > 0, sort: htp.time ?? null, descending: true, flat: false, query: null, hits: 0, rows: [] };
   // Where there is little room, classes are said of what is selected alone; names stay in sight while numbers are scrolled.
   const room = () => (table.clientWidth >= 720 ? "wide" : table.clientWidth >= 480 ? "narrow" : "phone");
-  const WIDE = Math.min(240, Math.max(110, 22 + 7.4 * Math.max(...htp.modules.map((module) => htp.simple(module.class).length))));
-  const WIDTHS = { wide: { name: 264, class: WIDE, number: 106, fate: 110 }, narrow: { name: 196, class: 0, number: 92, fate: 98 }, phone: { name: 166, class: 0, number: 86, fate: 92 } };
+  const WIDTHS = { wide: { name: 220, class: 110, number: 106, fate: 110 }, narrow: { name: 196, class: 0, number: 92, fate: 98 }, phone: { name: 166, class: 0, number: 86, fate: 92 } };
   let drawnFor = room();
   const hasClass = () => drawnFor === "wide";
   const nothing = document.getElementById("nothing");
@@ -121,6 +120,16 @@
     return [...parts, rest].filter((part) => part !== "");
   }
 
+  const LETTER = 7.4; // pixels
+  const BESIDE = 92; // pixels of a name: its margins, its arrow, and the button of alike siblings
+  const step = () => (drawnFor === "phone" ? 10 : 16);
+
+  // The names of alike siblings, in short where the column is narrow.
+  function labelOf(item, depth) {
+    const room = ((head.firstElementChild?.clientWidth || WIDTHS[drawnFor].name) - BESIDE - depth * step()) / LETTER;
+    return item.short && item.label.length > room ? item.short : item.label;
+  }
+
   function columns() {
     return htp.columns.filter((column) => shown.has(column.key));
   }
@@ -173,9 +182,9 @@
     const open = folds && (state.open.has(item) || Boolean(state.query?.open.has(item)));
     const label = item.kind === "node"
       ? [htp.make("span", { className: "chip" }, ...marked(item.op)), htp.make("span", { className: "label path" }, ...marked(item.name))]
-      : [htp.make("span", { className: "label path" }, ...marked(state.flat ? item.path || "(root)" : item.label))];
+      : [htp.make("span", { className: "label path" }, ...marked(state.flat ? item.path || "(root)" : labelOf(item, depth)))];
     const name = htp.make("div", { className: "name", role: "gridcell", title: item.kind === "fold" ? item.label : item.path || item.name || "" },
-      htp.make("span", { className: "guide", style: { width: `${depth * (drawnFor === "phone" ? 10 : 16)}px` } }),
+      htp.make("span", { className: "guide", style: { width: `${depth * step()}px` } }),
       htp.make("span", { className: `arrow${open ? " open" : ""}`, textContent: folds ? "▶" : "" }),
       ...label, item.kind === "fold" && item.sets.length > 1 ? times(item) : null);
     const cells = [name];
