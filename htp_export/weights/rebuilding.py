@@ -158,7 +158,7 @@ class _Rebuilding:
                 f"of {array.dtype} {list(array.shape)}, and the file has {dtype} {list(shape)}"
             )
             raise InputError(f"initializer {self.name!r}: the parameters make a tensor {is_made}")
-        array = contiguous(array).reshape(shape)
+        # it may be a view of the parameter: who writes it makes it contiguous
         return ir.Tensor(array, dtype=self.stored.dtype, name=self.stored.name)
 
     def _evaluate(self, recipe: Recipe) -> Any:
@@ -229,28 +229,6 @@ def _array(parameter: Any) -> Array:
     from onnx_ir.tensor_adapters import TorchTensor
 
     return TorchTensor(parameter.detach().cpu()).numpy()
-
-
-_BLOCK = 256  # rows and columns that are copied at a time: these fit into the caches of processors
-
-
-def contiguous(array: Array) -> Array:
-    """Return an array in C order; of a transposed matrix block by block, in half the time that numpy takes.
-
-    Examples:
-        >>> turned = np.arange(6).reshape(2, 3).T
-        >>> contiguous(turned).flags.c_contiguous, contiguous(turned).tolist()
-        (True, [[0, 3], [1, 4], [2, 5]])
-    """
-    is_turned = array.ndim == 2 and 0 < array.strides[0] < array.strides[1]
-    if not is_turned:
-        return np.ascontiguousarray(array)
-    copy = np.empty(array.shape, array.dtype)
-    for row in range(0, array.shape[0], _BLOCK):
-        for column in range(0, array.shape[1], _BLOCK):
-            block = slice(row, row + _BLOCK), slice(column, column + _BLOCK)
-            copy[block] = array[block]
-    return copy
 
 
 def _slice(array: Array, cut: list[int]) -> Array:
