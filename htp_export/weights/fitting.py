@@ -14,7 +14,7 @@ from htp_export.files.data_files import DataTensor
 from htp_export.format.parameters import Declared
 from htp_export.format.recipes import Recipe, operands_of, parameters_in
 from htp_export.model.tagged import TaggedModel
-from htp_export.weights.rebuilding import recipes_of_stored
+from htp_export.weights.rebuilding import are_same, recipes_of_stored
 from htp_export.weights.state_entries import StateEntries
 
 _PREFIXES = ("model.", "module.", "_orig_mod.", "base_model.model.")
@@ -138,6 +138,10 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
                 f"has shape {list(shape)}, and the file was exported with {list(declared.shape)}"
             )
             continue
+        rival = _rival(entries, origin_of, needed, name, origin)
+        if rival is not None:
+            unfit[name] = f"differs from {rival!r}, and both are the same parameter of the model"
+            continue
         origins[name] = origin
         wanted = needed.kinds.get(name, _usual(tensor.dtype))
         if tensor.dtype == wanted:
@@ -181,6 +185,17 @@ def _converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtoco
 def _of_tied(origin_of: Mapping[str, str], needed: Needed, name: str) -> str | None:
     """Return the entry of a shared parameter that the weights contain under one of its other names."""
     return next((origin_of[each] for each in needed.same_as(name) if each in origin_of), None)
+
+
+def _rival(
+    entries: StateEntries, origin_of: Mapping[str, str], needed: Needed, name: str, origin: str
+) -> str | None:
+    """Return another name of a shared parameter under which the weights contain other values; None without one."""
+    for other in needed.same_as(name):
+        second = origin_of.get(other, origin)
+        if second != origin and not are_same(entries.tensors[origin], entries.tensors[second]):
+            return other
+    return None
 
 
 def _as_needed(entries: StateEntries, needed: Needed) -> tuple[StateEntries, list[str]]:

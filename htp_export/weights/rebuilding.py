@@ -213,9 +213,17 @@ class _Rebuilding:
         return result
 
 
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether two parameters, in any form, are equal bit for bit."""
+    return one is other or _is_same(_array(one), _array(other))
+
+
 def _is_same(one: Array, other: Array) -> bool:
-    is_like = one.dtype == other.dtype and one.shape == other.shape
-    return is_like and one.tobytes() == other.tobytes()
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    places = [(each.__array_interface__["data"], each.strides) for each in (one, other)]
+    # tied parameters are often one tensor in memory
+    return places[0] == places[1] or one.tobytes() == other.tobytes()
 
 
 def _array(parameter: Any) -> Array:

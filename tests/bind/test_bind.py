@@ -266,6 +266,17 @@ def test_parameters_that_were_equal_and_differ_now_are_named(tmp_path):
     assert htp_export.bind(file, both).unbound == {}
 
 
+@pytest.mark.parametrize("entry", ["table.weight", "head.weight"])
+def test_a_parameter_of_two_modules_with_two_values_is_named(files, entry):
+    """``load_state_dict`` loads both into one parameter: the last one wins, whatever the other is."""
+    state = net(2).state_dict()
+    once = {name: tensor for name, tensor in state.items() if name != entry}
+    assert htp_export.bind(files[0], once).unbound == {}
+    for other in (1.5 * state[entry], state[entry].T.contiguous()):
+        with pytest.raises(InputError, match="weight' (differs from|has shape)"):
+            htp_export.bind(files[0], {**state, entry: other})
+
+
 @pytest.mark.parametrize("change", ["dropped", "swapped", "transposed", "scaled"])
 def test_no_change_of_a_checkpoint_is_silent(files, change):
     """The tensors that a change touches are other than before, or named; all others are as before."""
