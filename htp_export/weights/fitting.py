@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
@@ -56,16 +56,20 @@ class Needed:
         """Whether an entry can be a counter such as BatchNorm's ``num_batches_tracked``, which no node reads."""
         return not tensor.dtype.is_floating_point() and name.rpartition(".")[0] in self.modules
 
+    @functools.cached_property
+    def _names(self) -> Mapping[str, Sequence[str]]:
+        """First name of a shared parameter → all its names."""
+        names: dict[str, list[str]] = {}
+        for each in self.declared.values():
+            names.setdefault(each.first, []).append(each.name)
+        return {first: all_names for first, all_names in names.items() if len(all_names) > 1}
+
     def same_as(self, name: str) -> list[str]:
         """Return the other names of a parameter that several modules share."""
         if name not in self.declared:
             return []
-        first = self.declared[name].first
-        return [
-            each.name
-            for each in self.declared.values()
-            if each.first == first and each.name != name
-        ]
+        names = self._names.get(self.declared[name].first, ())
+        return [other for other in names if other != name]
 
 
 @dataclass(frozen=True)

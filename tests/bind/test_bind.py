@@ -266,6 +266,31 @@ def test_parameters_that_were_equal_and_differ_now_are_named(tmp_path):
     assert htp_export.bind(file, both).unbound == {}
 
 
+class Normalized(nn.Module):
+    """A normalization of each channel, whose weight and bias the exporters write as a product and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(8, 32, 3), nn.GroupNorm(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x)).relu()
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_factors_and_summands_in_a_normalization_are_bound(exporter, tmp_path):
+    x = torch.randn(2, 8, 9)
+    files = files_of_two(lambda seed: of_seed(Normalized, seed, 0.1), x, exporter, tmp_path)
+    made = [htp_export.optimize(file, level="tolerant").model for file in files]
+    types = [node.op_type for node in made[0].graph]
+    assert "InstanceNormalization" in types
+    assert "Add" not in types
+    bound = htp_export.bind(made[0], of_seed(Normalized, 2, 0.1))
+    found, expected = stored(bound.model), stored(made[1])
+    assert all(same(found[name], expected[name]) for name in expected)
+    assert bound.tensors == 4
+
+
 @pytest.mark.parametrize("entry", ["table.weight", "head.weight"])
 def test_a_parameter_of_two_modules_with_two_values_is_named(files, entry):
     """``load_state_dict`` loads both into one parameter: the last one wins, whatever the other is."""
@@ -273,7 +298,7 @@ def test_a_parameter_of_two_modules_with_two_values_is_named(files, entry):
     once = {name: tensor for name, tensor in state.items() if name != entry}
     assert htp_export.bind(files[0], once).unbound == {}
     for other in (1.5 * state[entry], state[entry].T.contiguous()):
-        with pytest.raises(InputError, match="weight' (differs from|has shape)"):
+        with pytest.raises(InputError, match=r"weight' (differs from|has shape)"):
             htp_export.bind(files[0], {**state, entry: other})
 
 
