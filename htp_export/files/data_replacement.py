@@ -123,7 +123,8 @@ class _Contents:
                 )
         replaced = [each.old for each in replacements]
         # new tensors may be in files of a checkpoint
-        kept = [slot.tensor for slot in slots(model) if _is_in(data, slot.tensor)]
+        stored = [slot.tensor for slot in slots(model)]
+        kept = [tensor for tensor in stored if _is_in(data, tensor)]
         tensors = [*replaced, *kept]
         notes = own_notes(file, model.metadata_props).items()
         note = next((note for name, note in notes if _is_at(file, name, data.path)), None)
