@@ -291,6 +291,29 @@ def test_factors_and_summands_in_a_normalization_are_bound(exporter, tmp_path):
     assert bound.tensors == 4
 
 
+class Pooled(nn.Module):
+    """An attention of a repeated query: its joined weight is split in two parts of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, 1, 32))
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(self.query.repeat(x.shape[0], 1, 1), x, x)[0]
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_repeated_query_and_a_weight_of_three_projections_are_bound(exporter, tmp_path):
+    first, second = files_of_two(
+        lambda seed: of_seed(Pooled, seed, 0.1), torch.randn(2, 5, 32), exporter, tmp_path
+    )
+    bound = htp_export.bind(first, of_seed(Pooled, 2, 0.1))
+    found, expected = stored(bound.model), stored(second)
+    assert all(same(found[name], expected[name]) for name in expected)
+    assert bound.tensors > 4
+
+
 @pytest.mark.parametrize("entry", ["table.weight", "head.weight"])
 def test_a_parameter_of_two_modules_with_two_values_is_named(files, entry):
     """``load_state_dict`` loads both into one parameter: the last one wins, whatever the other is."""
