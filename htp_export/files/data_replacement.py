@@ -124,7 +124,7 @@ class _Contents:
         replaced = [each.old for each in replacements]
         # new tensors may be in files of a checkpoint
         stored = [slot.tensor for slot in slots(model)]
-        kept = [tensor for tensor in stored if _is_in(data, tensor)]
+        kept = [tensor for tensor in stored if _is_in(tensor, data)]
         tensors = [*replaced, *kept]
         notes = own_notes(file, model.metadata_props).items()
         note = next((note for name, note in notes if _is_at(file, name, data.path)), None)
@@ -133,7 +133,7 @@ class _Contents:
         return cls(tensors, note)
 
 
-def _is_in(data: DataFile, tensor: ir.TensorProtocol) -> TypeGuard[DataTensor]:
+def _is_in(tensor: ir.TensorProtocol, data: DataFile) -> TypeGuard[DataTensor]:
     return isinstance(tensor, DataTensor) and tensor.file.is_same(data)
 
 
