@@ -102,7 +102,7 @@ def check_output(output: Path, kind: Kind) -> None:
 
 def written_files(output: Path) -> dict[str, int]:
     """Return the written file, and those with its weights: path → size in bytes."""
-    from htp_export.files.model_files import own_files
+    from htp_export.files.own_data import own_files
 
     beside = [(output.parent / file.name, file) for file in sorted(own_files(output))]
     # if the output is a link, its weights are beside the target of the link

@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.files.filesystem import Identity, copy_range
+from htp_export.files.filesystem import Identity, begin_flush, copy_range
 from htp_export.files.lazy_tensor import Slot, descriptive_fields, write_values
 from htp_export.process.progress import counted
 
@@ -235,19 +235,23 @@ def check_data(tensors: Iterable[ir.TensorProtocol | None]) -> None:
 
 
 def place_data(
-    slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path
+    slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path, *, is_synced: bool = False
 ) -> list[DataTensor]:
     """Write tensors into a new data file, and return external tensors that refer to it.
 
     Tensors with the same storage are written once. ``data`` is the final path of ``stream``.
+    ``is_synced``: whether the file will be on the disk before it gets this path.
     """
     positions: dict[object, tuple[int, int]] = {}
+    flushed = 0
     for slot in counted(slots, "weights"):
         key = _storage_key(slot.tensor)
         if key not in positions:
             start = stream.tell()
             write_values(slot.tensor, stream)
             positions[key] = (start, stream.tell() - start)
+        if is_synced:
+            flushed = begin_flush(stream, flushed)
     stream.flush()
     file = DataFile(data.absolute(), model, data, Identity.of(os.fstat(stream.fileno())))
     placed: list[DataTensor] = []

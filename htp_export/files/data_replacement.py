@@ -7,10 +7,10 @@ a killed process leaves the old data or the new; both match the model (`end_of_r
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import onnx_ir as ir
 
@@ -24,9 +24,9 @@ from htp_export.files.data_plan import (
     own_notes,
     shared_files,
 )
-from htp_export.files.filesystem import Identity, copy_range
+from htp_export.files.filesystem import Identity, begin_flush, copy_range
 from htp_export.files.lazy_tensor import descriptive_fields, slots, write_values
-from htp_export.files.model_files import ONE_AT_A_TIME, places_of, read_model
+from htp_export.files.model_files import ONE_AT_A_TIME, places_of
 from htp_export.files.write_file import Move, real_path, work_folder
 from htp_export.process.progress import counted
 
@@ -45,13 +45,14 @@ class Replacement:
 
 
 def replace_data(
-    model: Path, read: Identity | None, replacements: Sequence[Replacement]
+    file: Path, read: Identity | None, model: ir.Model, replacements: Sequence[Replacement]
 ) -> list[DataTensor]:
     """Replace tensors in the data file of a model; nothing else changes in it, and nothing in the ONNX file.
 
     Args:
-        model: The ONNX file.
+        file: The ONNX file.
         read: The identity of the ONNX file before it was read.
+        model: The model in it, which may have the new tensors.
         replacements: The tensors, as `read_model` returns them. The new values may be computed from
             the old ones.
 
@@ -63,15 +64,15 @@ def replace_data(
             overlaps another one with other values; a file was changed meanwhile; or the data file
             cannot be written. No file is changed.
     """
-    data = _data_file(model, replacements)
+    data = _data_file(file, replacements)
     with ONE_AT_A_TIME.lock:
-        contents = _Contents.of(model, data)
+        contents = _Contents.of(file, model, data, replacements)
         changes = _distinct(data, contents, replacements)
-        state = Identity.at(real_path(model))
+        state = Identity.at(real_path(file))
 
         def is_as_read(_: Path) -> bool:
             replacements[0].old.file.check()
-            return read == state == Identity.at(real_path(model))
+            return read == state == Identity.at(real_path(file))
 
         target = real_path(data.path)
         try:
@@ -85,14 +86,14 @@ def replace_data(
                         stream.write(end)
                 work.commit([Move(new, target, may_replace=is_as_read)])
         except FileExistsError as error:
-            raise FileError(model, "was changed after it was read; load it again") from error
+            raise FileError(file, "was changed after it was read; load it again") from error
         except FileError:
             raise
         except Exception as error:
             problem = getattr(error, "strerror", None) or first_line(error)
             raise FileError(data.path, f"cannot be written: {problem}") from error
-    file = DataFile(data.path, model)
-    return [_moved(each, file) for each in replacements]
+    placed = DataFile(data.path, file)
+    return [_moved(each, placed) for each in replacements]
 
 
 @dataclass(frozen=True)
@@ -110,22 +111,30 @@ class _Contents:
         return sorted(places_of(self.tensors))
 
     @classmethod
-    def of(cls, file: Path, data: DataFile) -> _Contents:
-        """Read a model; a `FileError` if the data file does not match, or belongs to another model."""
-        model = read_model(file)
+    def of(
+        cls, file: Path, model: ir.Model, data: DataFile, replacements: Iterable[Replacement]
+    ) -> _Contents:
+        """Find the tensors of a model; a `FileError` if the data file belongs to another model, too."""
         for name in shared_files(file, model.metadata_props):
             if _is_at(file, name, data.path):
                 raise FileError(
                     file,
                     f"shares {name} with another model, whose weights would change, too; write a copy",
                 )
-        external = [slot.tensor for slot in slots(model) if isinstance(slot.tensor, DataTensor)]
-        tensors = [tensor for tensor in external if tensor.file.is_same(data)]
+        replaced = [each.old for each in replacements]
+        # new tensors may be in files of a checkpoint
+        stored = [slot.tensor for slot in slots(model)]
+        kept = [tensor for tensor in stored if _is_in(tensor, data)]
+        tensors = [*replaced, *kept]
         notes = own_notes(file, model.metadata_props).items()
         note = next((note for name, note in notes if _is_at(file, name, data.path)), None)
         if note is not None and layout_of(places_of(tensors)) != note["tensors"]:
             note = None  # another tool wrote both files
         return cls(tensors, note)
+
+
+def _is_in(tensor: ir.TensorProtocol, data: DataFile) -> TypeGuard[DataTensor]:
+    return isinstance(tensor, DataTensor) and tensor.file.is_same(data)
 
 
 def _is_at(model: Path, location: str, data: Path) -> bool:
@@ -186,7 +195,7 @@ def _write(
     stream: IO[bytes], data: DataFile, contents: _Contents, changes: Sequence[Replacement]
 ) -> None:
     """Write a data file anew with other values of some tensors, without the end of an earlier replacement."""
-    position = 0
+    position = flushed = 0
     size = data.path.stat().st_size
     if contents.note is not None:
         if behind_data(data.path, contents.note) is None:
@@ -200,6 +209,7 @@ def _write(
             position = offset + length
             if stream.tell() != position:
                 raise ValueError(f"tensor {each.old.name!r} has another size than before")
+            flushed = begin_flush(stream, flushed)
         copy_range(source, position, size - position, stream)
 
 

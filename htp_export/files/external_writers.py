@@ -28,16 +28,15 @@ from htp_export.files.filesystem import (
     is_special,
     temporary_folder,
 )
-from htp_export.files.kept_name import external_tensors, rename_data
+from htp_export.files.kept_name import rename_data
 from htp_export.files.lazy_tensor import slots
 from htp_export.files.linked_weights import is_same_content
 from htp_export.files.model_files import (
-    obsolete_files,
     places_of,
     read_model,
-    replaceable_data,
     write_model,
 )
+from htp_export.files.own_data import external_tensors, obsolete_files, replaceable_data
 from htp_export.files.parsing import deserialized, is_protobuf
 from htp_export.files.write_file import Move, WorkFolder, work_folder
 from htp_export.format import tags

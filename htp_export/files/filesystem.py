@@ -284,6 +284,25 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+_FLUSHED_BYTES = 1 << 24
+"""Fewer new bytes are not flushed: a request has a cost."""
+
+
+def begin_flush(file: IO[bytes], start: int) -> int:
+    """Make the system write the bytes behind an offset to the disk, without waiting; return the next offset.
+
+    A later `sync_file` then waits for the last bytes only.
+    """
+    end = file.tell()
+    if end - start < _FLUSHED_BYTES:
+        return start
+    if hasattr(os, "posix_fadvise"):
+        # Linux starts to write the pages that it is asked to drop, and keeps them until they are written
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+    return end
+
+
 def sync_folder(path: Path) -> None:
     """Flush the entries of a folder to disk; does nothing on Windows."""
     with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ import onnx
 
 from htp_export.files.data_plan import rename_note
 from htp_export.files.filesystem import Identity
-from htp_export.files.protobuf_bytes import graph_protos
+from htp_export.files.own_data import external_tensors
 from htp_export.files.write_file import Move, WorkFolder
 
 
@@ -63,29 +63,9 @@ class KeptName:
         return True
 
 
-def external_tensors(proto: onnx.ModelProto) -> dict[str, list[onnx.TensorProto]]:
-    """Return the external tensors of a model: name of a data file → its tensors."""
-    by_location: dict[str, list[onnx.TensorProto]] = {}
-    for graph in graph_protos(proto.graph):
-        tensors = list(graph.initializer)
-        for node in graph.node:
-            tensors += [attribute.t for attribute in node.attribute if attribute.HasField("t")]
-        for tensor in tensors:
-            if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                by_location.setdefault(_location(tensor), []).append(tensor)
-    return by_location
-
-
 def rename_data(tensors: Iterable[onnx.TensorProto], name: str) -> None:
     """Make external tensors refer to a data file by another name."""
     for tensor in tensors:
         for entry in tensor.external_data:
             if entry.key == "location":
                 entry.value = name
-
-
-def _location(tensor: onnx.TensorProto) -> str:
-    for entry in tensor.external_data:
-        if entry.key == "location":
-            return str(entry.value)
-    return ""

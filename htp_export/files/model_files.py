@@ -8,7 +8,6 @@ meanwhile. An invalid model is not written (`written_check`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -27,18 +26,17 @@ from htp_export.files.data_plan import (
     describe_own,
     describe_shared,
     in_safe_order,
-    is_named_by_us,
     plan_data,
     plan_shared,
     put_notes,
-    shared_files,
     usual_data_file,
 )
 from htp_export.files.filesystem import Identity, check_kind_of_target, is_special, opened_plain
 from htp_export.files.kept_name import KeptName
 from htp_export.files.lazy_tensor import Slot, descriptive_fields, slots, write_filled
 from htp_export.files.linked_weights import SharedFile, Way
-from htp_export.files.parsing import is_protobuf, parsed, parsed_or_none, put_in_order
+from htp_export.files.own_data import obsolete_files, own_files
+from htp_export.files.parsing import is_protobuf, parsed, put_in_order
 from htp_export.files.protobuf_bytes import Marks
 from htp_export.files.targets import check_target
 from htp_export.files.write_file import Move, real_path, replace_file, work_folder
@@ -148,6 +146,7 @@ def write_model(
     *,
     share_weights: bool = False,
     outside: Iterable[ir.TensorProtocol] = (),
+    is_same_graph: bool = False,
 ) -> None:
     """Write an ONNX file and its external data completely or not at all.
 
@@ -169,6 +168,8 @@ def write_model(
             afterwards is refused when it is read.
         outside: Initializers that are written to external data, too, if other weights are, also
             those of at most 256 bytes.
+        is_same_graph: Only contents of initializers differ from a model that was read: the graph is
+            not checked again.
 
     Raises:
         FileError: If a file cannot be written, external data cannot be read, weights in another
@@ -177,9 +178,14 @@ def write_model(
         ResultError: If the model is not valid ONNX, although its source model is
             (`written_check`).
     """
-    small = frozenset(map(id, outside))
+    small, checked = frozenset(map(id, outside)), not is_same_graph
     _write_model(
-        model, Path(path), external_data, share_weights=share_weights, outside=small, checked=True
+        model,
+        Path(path),
+        external_data,
+        share_weights=share_weights,
+        outside=small,
+        checked=checked,
     )
 
 
@@ -189,7 +195,8 @@ def write_sharing(
     """Write an ONNX file that refers to files of a checkpoint; all other weights go into its data file.
 
     Args:
-        model: The model: its external tensors in ``files`` stay there.
+        model: The model: its external tensors in ``files`` stay there. Its graph is that of a model
+            that was read, and is not checked again.
         path: The file to write.
         files: Files of weights. Each is linked into the folder of the model, or copied, if it is in
             another one.
@@ -204,7 +211,7 @@ def write_sharing(
     """
     ways: list[tuple[SharedFile, Way]] = []
     plan = functools.partial(plan_shared, sources=files, own=own)
-    _write_model(model, Path(path), None, share_weights=True, checked=True, plan=plan, ways=ways)
+    _write_model(model, Path(path), None, share_weights=True, checked=False, plan=plan, ways=ways)
     return ways
 
 
@@ -316,78 +323,8 @@ def _write_whole(
         _write(copy, new, target if checked else None)
 
 
-def own_files(target: Path) -> set[Path]:
-    """Return the data files of an ONNX file, resolved, without shared ones; none if it cannot be read."""
-    if not target.is_file():
-        return set()
-    try:
-        model = read_model(target)
-        shared = shared_files(target, model.metadata_props)
-    except FileError:
-        return set()
-    others = {(target.parent / name).resolve() for name in shared}
-    return {file.resolve() for file in external_files(model)} - others
-
-
-def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
-    """Return the data files of the existing model that the new model does not need, to be removed.
-
-    Only files with names that htp_export chose are removed, and none behind a symbolic link.
-    """
-    obsolete: list[Path] = []
-    for file in sorted(own_files(target)):
-        is_link = (target.parent / file.name).is_symlink()
-        if is_named_by_us(target, file.name) and file not in needed and not is_link:
-            obsolete.append(file)
-    return obsolete
-
-
 def _itself(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     return tensor
-
-
-def replaceable_data(target: Path) -> Callable[[Path], bool]:
-    """Return a predicate: whether data of a new model at a target may replace an existing file.
-
-    It may if the file is empty, or contains data of the existing model, even if the two do not
-    match after an interrupted export. Shared data files belong to the other model.
-
-    The existing model is read once for all files, and again if it was replaced meanwhile.
-    """
-    data_of: dict[Identity | None, set[Path]] = {}
-
-    def may_replace(data: Path) -> bool:
-        if not data.is_file():
-            return not os.path.lexists(data)
-        if data.stat().st_size == 0:
-            return True
-        state = Identity.at(target.resolve())
-        if state not in data_of:
-            data_of[state] = _named_data(target)
-        return data.resolve() in data_of[state]
-
-    return may_replace
-
-
-def _named_data(target: Path) -> set[Path]:
-    """Return the data files that a model refers to, resolved, without shared ones; none if it cannot be read."""
-    model = parsed_or_none(target) if target.is_file() else None
-    if model is None:
-        return set()
-    try:
-        shared = shared_files(target, model.metadata_props)
-    except FileError:
-        return set()
-    tensors = [slot.tensor for slot in slots(model)]
-    locations = {
-        os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)
-    }
-    files: set[Path] = set()
-    for location in locations - shared.keys():
-        with contextlib.suppress(FileError):  # it is outside the folder
-            folder, name = find_data(target, location)
-            files.add((folder / name).resolve())
-    return files
 
 
 def _write_files(
@@ -411,7 +348,11 @@ def _write_files(
         moved: list[tuple[Slot, DataTensor]] = []
         if plan.moving:
             with new_data.open("xb") as stream:
-                placed = place_data(plan.moving, stream, plan.data, plan.target)
+                # files that replace others are synced (`WorkFolder.commit`)
+                is_synced = os.path.lexists(plan.target)
+                placed = place_data(
+                    plan.moving, stream, plan.data, plan.target, is_synced=is_synced
+                )
             moved = list(zip(plan.moving, placed, strict=True))
         for slot, tensor in moved:
             copies[id(slot)].put(tensor)

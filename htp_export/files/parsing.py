@@ -40,15 +40,6 @@ def parsed(file: Path) -> ir.Model | None:
     return _checked(model)
 
 
-def parsed_or_none(file: Path) -> ir.Model | None:
-    """Return the model in a file, without its external data; None for an invalid ONNX file or another format."""
-    try:
-        return parsed(file)
-    except Exception:
-        # the parsers of four formats raise any error for a file of another format
-        return None
-
-
 def message_of(file: Path) -> tuple[onnx.ModelProto, HollowModel | None] | None:
     """Read a model without its data files and, from protobuf, without its large weights; None if it is no model."""
     hollow = read_hollow(file) if is_protobuf(file) else None

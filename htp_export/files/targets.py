@@ -163,18 +163,10 @@ def _is_one_of(file: Path, others: Iterable[Path]) -> bool:
 
 def _weights_of(file: Path) -> set[Path]:
     """Return the data files of a model; empty for an invalid file, which is reported when it is read."""
-    import onnx_ir as ir
+    from htp_export.files.own_data import FileHeader
 
-    from htp_export.files.lazy_tensor import slots
-    from htp_export.files.parsing import parsed_or_none
-
-    model = parsed_or_none(file)
-    tensors = () if model is None else (slot.tensor for slot in slots(model))
-    return {
-        file.parent / os.fspath(tensor.location)
-        for tensor in tensors
-        if isinstance(tensor, ir.ExternalTensor)
-    }
+    header = FileHeader.of(file)
+    return set() if header is None else {file.parent / location for location in header.places}
 
 
 def _is_model(file: Path) -> bool:

@@ -26,7 +26,9 @@ _LONGEST = 1 << 14
 _DEEPEST = 40
 """Nested steps: 3 or 4 are common; the gates of an LSTM have 8."""
 
-_MOST_OPERANDS = 256  # operands of a concatenation: more than the experts of a layer
+MOST_OPERANDS = 256
+"""Operands of a concatenation: more than the experts of a layer."""
+
 _LARGEST_BLOCK = 1 << 16  # elements with the same scale: quantizers use at most a row
 
 
@@ -129,7 +131,7 @@ class _Form:
 
 _FORMS: Mapping[str, _Form] = {
     "constant": _Form(0, 0),
-    "computed": _Form(0, _MOST_OPERANDS, _is_text),
+    "computed": _Form(0, MOST_OPERANDS, _is_text),
     "transpose": _Form(setting=_is_sizes, keeps_zeros=True),
     **dict.fromkeys(
         ("reshape", "squeeze", "unsqueeze", "expand"), _Form(setting=_is_sizes, keeps_zeros=True)
@@ -138,13 +140,13 @@ _FORMS: Mapping[str, _Form] = {
     "narrow": _Form(setting=_is_text, keeps_zeros=True),
     "slice": _Form(setting=_is_cut, keeps_zeros=True),
     "take": _Form(setting=_is_rows, keeps_zeros=True),
-    "concat": _Form(1, _MOST_OPERANDS, _is_axis, keeps_zeros=True),
+    "concat": _Form(1, MOST_OPERANDS, _is_axis, keeps_zeros=True),
     "quantize": _Form(setting=_is_blocks),
     "round": _Form(setting=_is_rounding),
     "round_bias": _Form(2, 2, setting=_is_bias_rounding),
     "unpack": _Form(setting=_is_unpacking),
     "masked": _Form(),
-    "equal": _Form(2, _MOST_OPERANDS),
+    "equal": _Form(2, MOST_OPERANDS),
     **dict.fromkeys(("add", "sub", "mul", "div"), _Form(2, 2)),
     **dict.fromkeys(("neg", "exp", "sqrt", "torch_sqrt"), _Form()),
 }
@@ -216,7 +218,7 @@ def _computed(operands: Sequence[Any], reason: str) -> Recipe:
     for operand in operands:
         names.update(dict.fromkeys(parameters_in(operand)))
     # of many operands, the first ones: nobody can repeat the computation
-    return ["computed", *list(names)[: _MOST_OPERANDS // 4], reason]
+    return ["computed", *list(names)[: MOST_OPERANDS // 4], reason]
 
 
 def why_not_exact(recipe: Recipe) -> str:

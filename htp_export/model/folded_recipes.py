@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.format.recipes import CONSTANT, Recipe, recipe_to_text, step
+from htp_export.format.recipes import CONSTANT, MOST_OPERANDS, Recipe, recipe_to_text, step
 from htp_export.shapes.operator_kinds import RESHAPING
 
 ARITHMETIC = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "neg", "Sqrt": "sqrt"}
@@ -57,6 +57,8 @@ def folded(
         recipe = _reshaped(op_type, operands[0], constant, sizes)
     elif op_type in ("Gather", "Slice", "Split"):
         recipe = _selected(op_type, attributes, operands[0], constant, sizes, output)
+    elif op_type == "Tile":
+        recipe = _tiled(operands[0], constant(1))
     elif op_type in ARITHMETIC:
         recipe = _arithmetic(op_type, operands, constant)
     if recipe is not None:
@@ -107,6 +109,18 @@ def _selected(
         start = int(positions[:output].sum())
         return step("slice", operand, [axis, start, start + int(positions[output]), 1])
     return _gathered(operand, axis, positions, sizes())
+
+
+def _tiled(operand: Recipe, repeats: Any) -> Recipe | None:
+    """The recipe of a tensor that is repeated along its axes; None if the numbers are unknown or large."""
+    if repeats is None or repeats.ndim != 1:
+        return None
+    for axis, times in enumerate(repeats.tolist()):
+        if not 1 <= times <= MOST_OPERANDS:
+            return None
+        if times > 1:
+            operand = step("concat", *[operand] * times, axis)
+    return operand
 
 
 def _arithmetic(op_type: str, operands: Sequence[Recipe], constant: Callable[[int], Any]) -> Recipe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
@@ -15,9 +15,8 @@ from htp_export.format.model_metadata import read_assumed
 from htp_export.format.parameters import Declared
 from htp_export.format.recipes import Recipe, is_layout, operands_of, parameters_in
 from htp_export.model.assumed_values import only_number
-from htp_export.model.hashes import same_numbers
 from htp_export.model.tagged import TaggedModel
-from htp_export.weights.rebuilding import recipes_of_stored
+from htp_export.weights.rebuilding import are_same, recipes_of_stored
 from htp_export.weights.state_entries import StateEntries
 
 _PREFIXES = ("model.", "module.", "_orig_mod.", "base_model.model.")
@@ -64,16 +63,20 @@ class Needed:
         """Whether an entry can be a counter such as BatchNorm's ``num_batches_tracked``, which no node reads."""
         return not tensor.dtype.is_floating_point() and name.rpartition(".")[0] in self.modules
 
+    @functools.cached_property
+    def _names(self) -> Mapping[str, Sequence[str]]:
+        """First name of a shared parameter → all its names."""
+        names: dict[str, list[str]] = {}
+        for each in self.declared.values():
+            names.setdefault(each.first, []).append(each.name)
+        return {first: all_names for first, all_names in names.items() if len(all_names) > 1}
+
     def same_as(self, name: str) -> list[str]:
         """Return the other names of a parameter that several modules share."""
         if name not in self.declared:
             return []
-        first = self.declared[name].first
-        return [
-            each.name
-            for each in self.declared.values()
-            if each.first == first and each.name != name
-        ]
+        names = self._names.get(self.declared[name].first, ())
+        return [other for other in names if other != name]
 
 
 @dataclass(frozen=True)
@@ -133,18 +136,16 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
             missing.append(name)
             continue
         tensor = entries.tensors[origin]
-        other = _different_tied(entries, origin_of, needed, name)
-        if other:
-            unfit[name] = (
-                f"is the same parameter as {other} in the file, and differs from it in the weights"
-            )
-            continue
         declared = needed.declared.get(name)
         shape = tuple(tensor.shape.numpy())
         if declared is not None and shape != declared.shape:
             unfit[name] = (
                 f"has shape {list(shape)}, and the file was exported with {list(declared.shape)}"
             )
+            continue
+        rival = _rival(entries, origin_of, needed, name, origin)
+        if rival is not None:
+            unfit[name] = f"differs from {rival!r}, and both are the same parameter of the model"
             continue
         origins[name] = origin
         wanted = needed.kinds.get(name, _usual(tensor.dtype))
@@ -200,16 +201,15 @@ def _of_tied(origin_of: Mapping[str, str], needed: Needed, name: str) -> str | N
     return next((origin_of[each] for each in needed.same_as(name) if each in origin_of), None)
 
 
-def _different_tied(
-    entries: StateEntries, origin_of: Mapping[str, str], needed: Needed, name: str
-) -> str:
-    """Return another name of a shared parameter under which the weights have other numbers; empty if none."""
-    origins = {each: origin_of[each] for each in (name, *needed.same_as(name)) if each in origin_of}
-    tensors = {each: entries.tensors[origin] for each, origin in origins.items()}
-    for other in list(tensors)[1:]:
-        if not same_numbers(tensors[next(iter(tensors))], tensors[other]):
+def _rival(
+    entries: StateEntries, origin_of: Mapping[str, str], needed: Needed, name: str, origin: str
+) -> str | None:
+    """Return another name of a shared parameter under which the weights contain other values; None without one."""
+    for other in needed.same_as(name):
+        second = origin_of.get(other, origin)
+        if second != origin and not are_same(entries.tensors[origin], entries.tensors[second]):
             return other
-    return ""
+    return None
 
 
 def _as_needed(entries: StateEntries, needed: Needed) -> tuple[StateEntries, list[str]]:

@@ -161,7 +161,7 @@ class _Rebuilding:
                 f"of {array.dtype} {list(array.shape)}, and the file has {dtype} {list(shape)}"
             )
             raise InputError(f"initializer {self.name!r}: the parameters make a tensor {is_made}")
-        array = contiguous(array).reshape(shape)
+        # it may be a view of the parameter: who writes it makes it contiguous
         return ir.Tensor(array, dtype=self.stored.dtype, name=self.stored.name)
 
     def _evaluate(self, recipe: Recipe) -> Any:
@@ -216,9 +216,17 @@ class _Rebuilding:
         return result
 
 
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether two parameters, in any form, are equal bit for bit."""
+    return one is other or _is_same(_array(one), _array(other))
+
+
 def _is_same(one: Array, other: Array) -> bool:
-    is_like = one.dtype == other.dtype and one.shape == other.shape
-    return is_like and one.tobytes() == other.tobytes()
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    places = [(each.__array_interface__["data"], each.strides) for each in (one, other)]
+    # tied parameters are often one tensor in memory
+    return places[0] == places[1] or one.tobytes() == other.tobytes()
 
 
 def _array(parameter: Any) -> Array:
@@ -232,28 +240,6 @@ def _array(parameter: Any) -> Array:
     from onnx_ir.tensor_adapters import TorchTensor
 
     return TorchTensor(parameter.detach().cpu()).numpy()
-
-
-_BLOCK = 256  # rows and columns that are copied at a time: these fit into the caches of processors
-
-
-def contiguous(array: Array) -> Array:
-    """Return an array in C order; of a transposed matrix block by block, in half the time that numpy takes.
-
-    Examples:
-        >>> turned = np.arange(6).reshape(2, 3).T
-        >>> contiguous(turned).flags.c_contiguous, contiguous(turned).tolist()
-        (True, [[0, 3], [1, 4], [2, 5]])
-    """
-    is_turned = array.ndim == 2 and 0 < array.strides[0] < array.strides[1]
-    if not is_turned:
-        return np.ascontiguousarray(array)
-    copy = np.empty(array.shape, array.dtype)
-    for row in range(0, array.shape[0], _BLOCK):
-        for column in range(0, array.shape[1], _BLOCK):
-            block = slice(row, row + _BLOCK), slice(column, column + _BLOCK)
-            copy[block] = array[block]
-    return copy
 
 
 def _slice(array: Array, cut: list[int]) -> Array:

@@ -357,6 +357,65 @@ def without(state: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Ten
     return {each: tensor for each, tensor in state.items() if each != name}
 
 
+class Normalized(nn.Module):
+    """A normalization of each channel, whose weight and bias the exporters write as a product and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(8, 32, 3), nn.GroupNorm(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x)).relu()
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_factors_and_summands_in_a_normalization_are_bound(exporter, tmp_path):
+    x = torch.randn(2, 8, 9)
+    files = files_of_two(lambda seed: of_seed(Normalized, seed, 0.1), x, exporter, tmp_path)
+    made = [htp_export.optimize(file, level="tolerant").model for file in files]
+    types = [node.op_type for node in made[0].graph]
+    assert "InstanceNormalization" in types
+    assert "Add" not in types
+    bound = htp_export.bind(made[0], of_seed(Normalized, 2, 0.1))
+    found, expected = stored(bound.model), stored(made[1])
+    assert all(same(found[name], expected[name]) for name in expected)
+    assert bound.tensors == 4
+
+
+class Pooled(nn.Module):
+    """An attention of a repeated query: its joined weight is split in two parts of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, 1, 32))
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(self.query.repeat(x.shape[0], 1, 1), x, x)[0]
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_repeated_query_and_a_weight_of_three_projections_are_bound(exporter, tmp_path):
+    first, second = files_of_two(
+        lambda seed: of_seed(Pooled, seed, 0.1), torch.randn(2, 5, 32), exporter, tmp_path
+    )
+    bound = htp_export.bind(first, of_seed(Pooled, 2, 0.1))
+    found, expected = stored(bound.model), stored(second)
+    assert all(same(found[name], expected[name]) for name in expected)
+    assert bound.tensors > 4
+
+
+@pytest.mark.parametrize("entry", ["table.weight", "head.weight"])
+def test_a_parameter_of_two_modules_with_two_values_is_named(files, entry):
+    """``load_state_dict`` loads both into one parameter: the last one wins, whatever the other is."""
+    state = net(2).state_dict()
+    once = {name: tensor for name, tensor in state.items() if name != entry}
+    assert htp_export.bind(files[0], once).unbound == {}
+    for other in (1.5 * state[entry], state[entry].T.contiguous()):
+        with pytest.raises(InputError, match=r"weight' (differs from|has shape)"):
+            htp_export.bind(files[0], {**state, entry: other})
+
+
 @pytest.mark.parametrize("change", ["dropped", "swapped", "transposed", "scaled"])
 def test_no_change_of_a_checkpoint_is_silent(files, change):
     """The tensors that a change touches are other than before, or named; all others are as before."""

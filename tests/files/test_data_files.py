@@ -17,7 +17,7 @@ import pytest
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import FileError
-from htp_export.files import data_files, model_files
+from htp_export.files import data_files, own_data
 from htp_export.files.external_writers import written_whole
 from htp_export.files.model_files import external_files, read_model, write_model
 from htp_export.format import tags
@@ -306,12 +306,12 @@ def many_data_files(count: int) -> onnx.ModelProto:
     )
 
 
-def test_a_model_is_read_once_for_all_data_files_that_are_replaced(tmp_path, monkeypatch):
+def test_a_model_is_read_once_for_all_data_files_that_are_replaced_and_once_for_removals(
+    tmp_path, monkeypatch
+):
     file, read = tmp_path / "net.onnx", []
-    parsed = model_files.parsed_or_none
-    monkeypatch.setattr(
-        model_files, "parsed_or_none", lambda path: read.append(path) or parsed(path)
-    )
+    message_of = own_data.message_of
+    monkeypatch.setattr(own_data, "message_of", lambda path: read.append(path) or message_of(path))
     for _ in range(2):
         with written_whole(file) as new:
             onnx.save(
@@ -324,7 +324,47 @@ def test_a_model_is_read_once_for_all_data_files_that_are_replaced(tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["net.onnx", *(f"wh{k + 1}" for k in range(20))]
     )
-    assert read == [file]
+    assert read == [file, file]
+
+
+def with_constant_in_function(file: Path) -> np.ndarray[Any, Any]:
+    """Write a model with a function whose body has a constant in a data file; return the constant."""
+    values = np.arange(100, dtype=np.float32)
+    constant = onnx.numpy_helper.from_array(values)
+    file.with_name("weights.bin").write_bytes(constant.raw_data)
+    onnx.external_data_helper.set_external_data(constant, "weights.bin", 0, values.nbytes)
+    constant.ClearField("raw_data")
+    nodes = [
+        onnx.helper.make_node("Constant", [], ["c"], value=constant),
+        onnx.helper.make_node("Add", ["a", "c"], ["b"]),
+    ]
+    imports = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("f", 1)]
+    function = onnx.helper.make_function("f", "shift", ["a"], ["b"], nodes, imports[:1])
+    call = onnx.helper.make_node("shift", ["x"], ["y"], domain="f")
+    ends = [onnx.helper.make_tensor_value_info(name, 1, [100]) for name in "xy"]
+    graph = onnx.helper.make_graph([call], "net", ends[:1], ends[1:])
+    model = onnx.helper.make_model(
+        graph, functions=[function], opset_imports=imports, ir_version=10
+    )
+    file.write_bytes(model.SerializeToString())
+    return values
+
+
+def test_a_constant_of_a_function_stays_with_the_model_that_is_written_again(tmp_path):
+    """The data file gets its usual name after the first version of the model was renamed."""
+    (tmp_path / "source").mkdir()
+    source, file = tmp_path / "source" / "net.onnx", tmp_path / "net.onnx"
+    values = with_constant_in_function(source)
+    for _ in range(2):
+        write_model(read_model(source), file)
+    loaded = onnx.load(file, load_external_data=False)
+    constant = loaded.functions[0].node[0].attribute[0].t
+    assert constant.data_location == onnx.TensorProto.EXTERNAL
+    written = read_model(file)
+    (function,) = written.functions.values()
+    tensor = function.graph.node(0).attributes["value"].as_tensor()
+    assert tensor.numpy().tolist() == values.tolist()
+    assert sorted(path.name for path in tmp_path.glob("net*")) == ["net.onnx", "net.onnx.data"]
 
 
 def _files(folder: Path) -> Iterator[Path]:

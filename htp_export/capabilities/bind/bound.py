@@ -59,7 +59,7 @@ class LazyArrays(Mapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         tensor = self._values[name].const_value
         assert tensor is not None
-        return np.asarray(tensor.numpy())
+        return np.ascontiguousarray(tensor.numpy()).reshape(tensor.shape.numpy())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

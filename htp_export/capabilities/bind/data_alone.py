@@ -50,12 +50,14 @@ class DataAlone:
 
     def write(
         self,
+        model: ir.Model,
         tensors: Mapping[ir.Value, ir.TensorProtocol],
         old: Mapping[ir.Value, ir.TensorProtocol | None],
     ) -> None:
         """Replace tensors in the data file; the values then have the tensors of the new file.
 
         Args:
+            model: The model, with the new contents.
             tensors: Initializer → its new contents.
             old: Initializer → its tensor in the file.
 
@@ -75,7 +77,7 @@ class DataAlone:
             raise InputError(self._why_not(inside))
         if not replacements:
             return
-        placed = replace_data(self.file, self.state, list(replacements.values()))
+        placed = replace_data(self.file, self.state, model, list(replacements.values()))
         for value, tensor in zip(replacements, placed, strict=True):
             value.const_value = tensor
 

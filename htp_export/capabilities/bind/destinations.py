@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -110,7 +111,7 @@ class Destination:
             entries: Entry of the weights → tensor.
         """
         if self.alone is not None:
-            self.alone.write(tensors, old)
+            self.alone.write(tagged.model, tensors, old)
             return ()
         if self.only is not None:
             parts = Parts.of(self.model, self.output, needed, tensors, entries)
@@ -121,7 +122,8 @@ class Destination:
             return write_referring(tagged.model, self.output, tensors.values())
         outside = tensors.values() if self.in_place_data else ()
         is_outside = bool(outside) or has_external_data(tagged.model) or _are_outside(old)
-        write_model(tagged.model, self.output, True if is_outside else None, outside=outside)
+        external: Literal[True] | None = True if is_outside else None
+        write_model(tagged.model, self.output, external, outside=outside, is_same_graph=True)
         return ()
 
 

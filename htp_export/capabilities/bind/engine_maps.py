@@ -19,7 +19,8 @@ def shared_initializers(file: Path | None, names: Collection[str]) -> dict[str, 
 
     A session takes an initializer of this name from the bytes of the data file, which are in memory
     once for all sessions with the same entry. GenAI's own builder writes the same fields
-    (``models/builders/mtp.py``); offset and length are texts there.
+    (``models/builders/mtp.py``); offset and length are texts there. GenAI refuses scalars
+    (``AddSharedInitializers`` in ``src/models/model.cpp``), which are left out.
 
     Args:
         file: The file that was written.
@@ -34,6 +35,8 @@ def shared_initializers(file: Path | None, names: Collection[str]) -> dict[str, 
     for name, value in load(file).model.graph.initializers.items():
         tensor = value.const_value
         if name not in names or not isinstance(tensor, ir.ExternalTensor):
+            continue
+        if not tensor.shape.dims:
             continue
         entries.append(
             {

@@ -293,7 +293,7 @@ class FileExports:
         if self.graph.weights is None:
             return
         from htp_export.discovery import provider
-        from htp_export.files.model_files import own_files
+        from htp_export.files.own_data import own_files
 
         folder = target.parent / "referring"
         folder.mkdir()

@@ -269,7 +269,7 @@ class DeployOptions:
             OF_TRANSFORMERS,
             check_beside,
         )
-        from htp_export.files.model_files import replaceable_data
+        from htp_export.files.own_data import replaceable_data
 
         data = file.with_name(f"{file.name}.data")
         if self.export_json and not replaceable_data(file)(data):

@@ -25,7 +25,7 @@ from htp_export.extras import required
 from htp_export.files.filesystem import is_plain_file
 from htp_export.files.folders import check_whole_folder, whole_folder
 from htp_export.files.model_files import read_model, write_model
-from htp_export.files.parsing import parsed_or_none
+from htp_export.files.own_data import FileHeader
 from htp_export.files.text_files import named_if_unwritable, read_json, write_json
 from htp_export.files.written_check import made_from
 from htp_export.format import tags
@@ -152,9 +152,9 @@ def _files_of_earlier(folder: Path, companions: Collection[str]) -> set[str]:
     listed = settings.get(_EXTERNAL)
     earlier = {_CONFIG, "generation_config.json", *companions}
     for file in (folder / "onnx").glob("*.onnx"):
-        model = parsed_or_none(file) if is_plain_file(file) else None
+        header = FileHeader.of(file) if is_plain_file(file) else None
         is_listed = isinstance(listed, dict) and file.name in listed
-        if model is not None and (is_listed or tags.FORMAT in model.metadata_props):
+        if header is not None and (is_listed or tags.FORMAT in header.metadata):
             earlier |= {f"onnx/{file.name}", f"onnx/{file.name}_data"}
     return earlier
 

@@ -22,7 +22,7 @@ from htp_export.capabilities.pipeline.step_options import is_described, is_repea
 from htp_export.errors import FileError, HtpExportError, InputError, ResultError, StepError
 from htp_export.files.filesystem import is_special
 from htp_export.files.model_files import has_external_data, read_model, write_model
-from htp_export.files.parsing import parsed_or_none
+from htp_export.files.own_data import FileHeader
 from htp_export.files.targets import check_target, files_named_in
 from htp_export.files.text_files import line_in_yaml, read_yaml
 from htp_export.files.written_check import made_from
@@ -321,8 +321,8 @@ def _from_text(file: Path, prepare: Callable[[PipelineStep], PipelineStep]) -> P
 
 def _is_of_pipeline(file: Path) -> bool:
     """Whether a pipeline wrote a file."""
-    model = parsed_or_none(file)
-    return model is not None and tags.PROVENANCE in model.metadata_props
+    header = FileHeader.of(file)
+    return header is not None and tags.PROVENANCE in header.metadata
 
 
 class _Run:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from htp_export.exporter.capture.torchscript_internals import (
@@ -22,6 +23,13 @@ OPTIMIZER = "torch's optimizer"
 """The tool in recipes of initializers that torch's optimizer made."""
 
 _ONNX = "onnx::"
+
+_POSITIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+}
+"""Operators by which a trace computes positions: each part of a ``split`` begins where the last one ends."""
 
 
 class JitWeights:
@@ -86,7 +94,7 @@ class JitWeights:
                 self._fold(layer, step)
 
     def _add_contents(self, step: JitStep, node: Any) -> None:
-        """Compute a small argument of another operator: a trace joins its starts, ends and sizes of numbers."""
+        """Compute a small argument of another operator: a trace joins and adds starts, ends and sizes."""
         # of an operator that changes the shape, the other inputs are axes or sizes
         inputs = step.inputs[:1] if step.kind in RESHAPING else step.inputs
         operands = [self._contents[number] for number in inputs if number in self._contents]
@@ -99,6 +107,8 @@ class JitWeights:
         elif step.kind == "Concat" and all(each.dim() == 1 for each in operands):
             joined = [number for each in operands for number in each.tolist()]
             self._contents[step.outputs[0]] = operands[0].new_tensor(joined)
+        elif step.kind in _POSITIONS and not any(each.is_floating_point() for each in operands):
+            self._contents[step.outputs[0]] = _POSITIONS[step.kind](*operands)
 
     def _result(self, step: JitStep, node: Any, place: int) -> Recipe:
         operands = [self._known[number] for number in step.inputs]
