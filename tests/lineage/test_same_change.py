@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 import htp_export
 from htp_export import tools
 from tests.handmade import nameless
-from tests.nets import Holding, HoldsRouted, composed, sequence, spread, x
+from tests.nets import NETS, Holding, HoldsRouted, composed, sequence, spread, x
 from tests.truth import Judge, named_wrongly, run_pytorch, values_of
 
 Tensor = torch.Tensor
@@ -212,6 +212,14 @@ CHANGES: dict[str, Change] = {
         ("export", "exact", "onnxslim", "onnxsim", "onnxslim, no names"),
         fates={"0": "computed", "1": "identity", "2": "identity", "3": "computed"},
         options=PLAIN,
+    ),
+    "a shape that a module takes back and makes again": Change(
+        lambda: NETS["a_shape_that_a_module_takes_back_and_makes_again"].build()[0],
+        {"input": x(1, 2, 5, 8)},
+        ("exact", "onnxruntime", "onnxruntime, no names", "onnxslim", "onnxoptimizer", "onnxsim"),
+        owners={"Reshape": [{"0"}], "Tanh": [{"2"}]},
+        fates={"0": "computed", "1": "identity", "2": "computed"},
+        options={"dynamo": False},
     ),
     "equal calls of one module": Change(
         lambda: composed(equal_calls, a=nn.Linear(4, 4)),
