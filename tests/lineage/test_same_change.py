@@ -136,6 +136,10 @@ def self_attention(net: nn.Module, x: Tensor) -> Tensor:
     return net.o(y.transpose(1, 2).reshape(1, 5, 8))
 
 
+def three_layers(net: nn.Module, x: Tensor) -> Tensor:
+    return net.q(x).tanh() * net.k(x).sigmoid() * net.v(x)
+
+
 def linear_relu_linear(net: nn.Module, x: Tensor) -> Tensor:
     return net.second(net.turn(net.first(x).relu()))
 
@@ -253,6 +257,16 @@ CHANGES: dict[str, Change] = {
         owners={"Not": [{"a", "b"}], "Where": [{"a"}, {"b"}]},
         reasons={"Not": "shared"},
         options={"dynamo": False},
+    ),
+    "three linear layers as one product": Change(
+        lambda: composed(three_layers, **{name: nn.Linear(4, 4) for name in "qkv"}),
+        {"x": x(2, 3, 4)},
+        ("tolerant",),
+        # a part of the work of each, not equal work
+        owners={"MatMul": [{"q", "k", "v"}], "Slice": [{"q"}, {"k"}, {"v"}]},
+        reasons={"MatMul": "fused", "Slice": "scope"},
+        fates={"q": "computed", "k": "computed", "v": "computed"},
+        options={"dynamo": True},
     ),
     "attention as one node": Change(
         lambda: composed(self_attention, **{name: nn.Linear(8, 8) for name in "qkvo"}),
