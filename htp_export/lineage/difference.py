@@ -101,6 +101,10 @@ class Snapshot:
             around = self._holders.get(around)
         return around is holder
 
+    def equals(self, other: Snapshot) -> bool:
+        """Whether both have the same nodes, with the same inputs, outputs and attributes, in order."""
+        return [*self.nodes.items()] == [*other.nodes.items()]
+
     def check(self, before: Snapshot) -> None:
         """Check the contract of passes: inputs and outputs keep their names, tensors have producers.
 
