@@ -74,7 +74,6 @@ class Change:
         exported: Of the export that makes the change.
         lost: Modules whose signatures lack a tensor, as the file has none of its value.
         reasons: Operator → why its nodes have these owners, where that is the same for all engines.
-        unknown: Engine → operators whose nodes it says are unknown: numbers of masks prove nothing.
         inexact: Modules that the oracle finds inexact: known limits.
     """
 
@@ -89,7 +88,6 @@ class Change:
     exported: dict[str, Any] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
     reasons: dict[str, str] = field(default_factory=dict)
-    unknown: dict[str, set[str]] = field(default_factory=dict)
     inexact: frozenset[str] = frozenset()
 
 
@@ -247,7 +245,6 @@ CHANGES: dict[str, Change] = {
         {"x": x(2, 3, 4), "mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
         ("onnxoptimizer", "onnxoptimizer, no names"),
         owners={"Cast": [{"a", "b"}], "Not": [{"a", "b"}], "Where": [{"a"}, {"b"}]},
-        unknown={"onnxoptimizer, no names": {"Cast", "Not"}},
         options={"dynamo": False},
     ),
     "a mask of two modules, computed once": Change(
@@ -334,12 +331,8 @@ def test_a_change_has_the_same_owners_whoever_makes_it(
         op: [node for node in tagged.nodes if node.op_type == op]
         for op in {*found.owners, *found.calls, *found.reasons}
     }
-    unknown = found.unknown.get(engine, set())
     for op, owners in found.owners.items():
-        if op not in unknown:
-            assert [set(tagged.owners_of(node)) for node in nodes[op]] == owners, op
-    for op in unknown:
-        assert {node.metadata_props["htp.reason"] for node in nodes[op]} == {"unknown"}
+        assert [set(tagged.owners_of(node)) for node in nodes[op]] == owners, op
     calls = {
         op: sorted({call.call for call in tagged.work_of(nodes[op][0]).calls}) for op in found.calls
     }
@@ -357,8 +350,6 @@ def test_a_change_has_the_same_owners_whoever_makes_it(
                 lost.add(path)
     assert lost == found.lost
     assert wrong_signatures(model, found.inputs, output) == []
-    if unknown:
-        return  # nobody says whose these nodes are
     faults = Judge(model, found.inputs, output).faults()
     assert {fault[0] for fault in faults} == found.inexact
 
