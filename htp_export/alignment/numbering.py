@@ -58,6 +58,7 @@ class Numbering:
     Args:
         summary: The model.
         idle: Further nodes that return an input unchanged → this input.
+        by_shapes: Whether a reshape that restores the shape of an earlier tensor returns that tensor.
 
     Attributes:
         number: Value → its number; the last entry is for `NOTHING`.
@@ -65,8 +66,14 @@ class Numbering:
         members: Number → the values that have it, in order of execution.
     """
 
-    def __init__(self, summary: GraphSummary, idle: Mapping[int, int] | None = None) -> None:
-        self.summary, self._known_idle = summary, idle or {}
+    def __init__(
+        self,
+        summary: GraphSummary,
+        idle: Mapping[int, int] | None = None,
+        *,
+        by_shapes: bool = True,
+    ) -> None:
+        self.summary, self._known_idle, self._by_shapes = summary, idle or {}, by_shapes
         # The index of the first value of a tensor is its number.
         self.number: list[int] = [*range(len(summary.values)), NOTHING]
         self.idle = [False] * (len(summary.nodes) + 1)
@@ -89,7 +96,7 @@ class Numbering:
             same = node.inputs[0]
         else:
             same = self._known_idle.get(index, NOTHING)
-        if same == NOTHING and node.op in RESHAPING:
+        if same == NOTHING and self._by_shapes and node.op in RESHAPING:
             same = self._restored(node)
         if same != NOTHING:
             self.idle[index] = True

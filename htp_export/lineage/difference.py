@@ -34,6 +34,7 @@ from htp_export.shapes.operator_kinds import (
     is_standard,
     moves,
     operator_of,
+    resembles,
     subgraphs,
     without_copies,
 )
@@ -468,7 +469,7 @@ class _Replacements:
         that is computed once does the work of each module as a whole.
         """
         results = self._results[node]
-        if node in self._difference.added and not self._are_equal(results):
+        if node in self._difference.added and not self._is_equal_work(node, results):
             return Replacement(node, [self._works_of(*results)])
         return Replacement(node, [self._works_of(result) for result in results])
 
@@ -480,18 +481,23 @@ class _Replacements:
             self._works[key] = [self._before.work_of(node) for node in nodes]
         return self._works[key]
 
-    def _are_equal(self, results: Sequence[Sequence[ir.Node]]) -> bool:
-        """Whether all owners of some results computed each of their tensors."""
-        owners = set[tuple[str, ...]]()
-        for result in results:
-            owners.update(self._before.work_of(node).owners for node in result)
-        if len(owners - {()}) < 2:
+    def _is_equal_work(self, node: ir.Node, results: Sequence[Sequence[ir.Node]]) -> bool:
+        """Whether all owners of some results computed one of the tensors that a node replaces.
+
+        These are the tensors of nodes with its operator, or else all.
+        """
+        replaced = list(itertools.chain(*results))
+        owners = {self._before.work_of(old).owners for old in replaced} - {()}
+        if len(owners) < 2:
             return True
         steps = defaultdict[int, set[tuple[str, ...]]](set)
-        for result in results:
-            for node in result:
-                steps[self._numbers[node]].add(self._before.work_of(node).owners)
-        return all(computing == owners for computing in steps.values())
+        of_operator = set[int]()
+        for old in replaced:
+            number = self._numbers[old]
+            steps[number].add(self._before.work_of(old).owners)
+            if resembles(operator_of(node), operator_of(old)):
+                of_operator.add(number)
+        return any(owners <= steps[number] for number in of_operator or steps)
 
     @cached_property
     def _numbers(self) -> dict[ir.Node, int]:
