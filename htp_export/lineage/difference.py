@@ -520,9 +520,11 @@ class _Replacements:
 
     def _input(self, value: ir.Value | None, numbers: Mapping[ir.Node, int]) -> object:
         """An input of a removed node, equal for equal tensors."""
-        maker = self._before.makers.get(value) if value is not None else None
-        if value is None or maker not in numbers:
-            return self._difference.equal.get(value, value) if value is not None else None
+        if value is None:
+            return None
+        maker = self._before.makers.get(value)
+        if maker is None or maker not in numbers:
+            return self._difference.equal.get(value, value)
         return numbers[maker], value.index()
 
     def _replace_by_new(self, new: ir.Value, replaced: list[ir.Node]) -> None:
