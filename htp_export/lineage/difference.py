@@ -482,9 +482,10 @@ class _Replacements:
         return self._works[key]
 
     def _is_equal_work(self, node: ir.Node, results: Sequence[Sequence[ir.Node]]) -> bool:
-        """Whether all owners of some results computed one of the tensors that a node replaces.
+        """Whether a node does the same work for all owners of some results.
 
-        These are the tensors of nodes with its operator, or else all.
+        If nodes of its operator were replaced, all owners computed one of their tensors. Otherwise,
+        a node of one output serves all of them alike, as an Expand of a mask does; a Split does not.
         """
         replaced = list(itertools.chain(*results))
         owners = {self._before.work_of(old).owners for old in replaced} - {()}
@@ -497,7 +498,9 @@ class _Replacements:
             steps[number].add(self._before.work_of(old).owners)
             if resembles(operator_of(node), operator_of(old)):
                 of_operator.add(number)
-        return any(owners <= steps[number] for number in of_operator or steps)
+        if not of_operator:
+            return len(node.outputs) == 1
+        return any(owners <= steps[number] for number in of_operator)
 
     @cached_property
     def _numbers(self) -> dict[ir.Node, int]:
