@@ -132,10 +132,11 @@ def tagged(
         model.graph.initializers[name].const_value = ir.tensor(numbers, name=name)
     for value in model.graph.outputs:
         value.shape = None
-    for node in model.graph:
+    for node in model.graph.all_nodes():
         node.metadata_props.update(
             {tags.MODULE: (node.name or "").replace("__", "."), tags.REASON: "scope"}
         )
+    for node in model.graph:
         node.name = f"n_{node.outputs[0].name}"
     return _with_modules(model, signatures)
 

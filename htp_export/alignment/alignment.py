@@ -77,8 +77,12 @@ class Alignment:
         self.evidence = AlignmentEvidence() if evidence is None else evidence
         idle = self.evidence.idle.items()
         self.before, self.after = before, after
+        # Without names, nothing tells the earlier tensor from the restored one; values tell which
+        # nodes are idle.
         self.numbers = Numbering(
-            before, {n: value for n, value in idle if moves(before.nodes[n].op, views=True)}
+            before,
+            {n: value for n, value in idle if moves(before.nodes[n].op, views=True)},
+            by_shapes=not self.by_consumers,
         )
         count = len(after.values) + 1
         self.counterpart = [NOTHING] * count  # number of the original tensor

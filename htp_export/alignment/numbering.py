@@ -3,7 +3,8 @@
 Two nodes with the same operator and attributes that read the same tensors compute the same tensors,
 in one model and across two (Click, "Global code motion, global value numbering", PLDI 1995). By the
 numbers of the original model, a tensor of the result is found whatever its name. The output of a
-node without effect has the number of its input.
+node without effect has the number of its input, and that of a reshape which restores the shape of
+an earlier tensor has the number of that tensor.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _SINGLE = {
 }
 """Operator → contents of its neutral numbers: with one of them, it returns its first input."""
 
+_LOOK_BACK = 40
+"""Reshapes between a tensor and the one that restores its shape, at most: in files there are few."""
+
 Key = tuple[object, ...]
 
 
@@ -54,15 +58,22 @@ class Numbering:
     Args:
         summary: The model.
         idle: Further nodes that return an input unchanged → this input.
+        by_shapes: Whether a reshape that restores the shape of an earlier tensor returns that tensor.
 
     Attributes:
         number: Value → its number; the last entry is for `NOTHING`.
-        idle: Node → whether its output is its input.
+        idle: Node → whether its output is its input, or an earlier tensor that it restores.
         members: Number → the values that have it, in order of execution.
     """
 
-    def __init__(self, summary: GraphSummary, idle: Mapping[int, int] | None = None) -> None:
-        self.summary, self._known_idle = summary, idle or {}
+    def __init__(
+        self,
+        summary: GraphSummary,
+        idle: Mapping[int, int] | None = None,
+        *,
+        by_shapes: bool = True,
+    ) -> None:
+        self.summary, self._known_idle, self._by_shapes = summary, idle or {}, by_shapes
         # The index of the first value of a tensor is its number.
         self.number: list[int] = [*range(len(summary.values)), NOTHING]
         self.idle = [False] * (len(summary.nodes) + 1)
@@ -85,6 +96,8 @@ class Numbering:
             same = node.inputs[0]
         else:
             same = self._known_idle.get(index, NOTHING)
+        if same == NOTHING and self._by_shapes and node.op in RESHAPING:
+            same = self._restored(node)
         if same != NOTHING:
             self.idle[index] = True
             self.number[node.outputs[0]] = self.number[same]
@@ -97,6 +110,20 @@ class Numbering:
             for mine, theirs in zip(node.outputs, self.summary.nodes[first].outputs, strict=False):
                 if mine != NOTHING and theirs != NOTHING:
                     self.number[mine] = self.number[theirs]
+
+    def _restored(self, node: SummaryNode) -> int:
+        """The earlier tensor whose shape a reshape restores, through reshapes only; else `NOTHING`."""
+        form, value = self.summary.shape(node.outputs[0]), node.inputs[0]
+        if form[0] is None or "?" in form[0] or form[1] == 0:
+            return NOTHING
+        for _ in range(_LOOK_BACK):
+            if self.summary.shape(value) == form:
+                return value
+            maker = self.summary.maker[value]
+            if maker == NOTHING or self.summary.nodes[maker].op not in RESHAPING:
+                return NOTHING
+            value = self.summary.nodes[maker].inputs[0]
+        return NOTHING
 
     @staticmethod
     def returns_input(summary: GraphSummary, node: SummaryNode) -> bool:

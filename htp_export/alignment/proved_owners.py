@@ -508,11 +508,34 @@ class ProvedOwners:
         mine = [other for other in self._copies[number] if base_op(after[other].op) == base]
         originals = self._original_copies(number)
         theirs = [old for old in originals if base_op(before[old].op) == base]
+        if len(mine) == 1 and len(theirs) > 1:
+            return self._of_merged_copies(index, theirs)
         if not theirs or len(theirs) != len(mine):
             return None
         original = before[theirs[mine.index(index)]]
         reason = original.reason if len(original.owners) > 1 else Reason.VALUES
         return Owned(original.owners, reason, original.call)
+
+    def _of_merged_copies(self, index: int, originals: Sequence[int]) -> Owned | None:
+        """The owners of original nodes that return one tensor, if a single node is left of them.
+
+        It replaces those whose results the consumers read before; None if that is not known of a
+        consumer.
+        """
+        read = dict[int, None]()
+        for consumer in self._after.consumers(index):
+            replaced = {*self._works[consumer].nodes}
+            before = [
+                old for old in originals if replaced.intersection(self._before.consumers(old))
+            ]
+            if not before:
+                return None
+            read.update(dict.fromkeys(before))
+        if not read:
+            return None
+        owners = {self._before.nodes[old].owners for old in read}
+        reason = Reason.SHARED if len(owners) > 1 else Reason.VALUES
+        return self._decisions.owned_by(sorted(read), reason)
 
     def _original_copies(self, number: int) -> list[int]:
         """The original nodes that return a tensor unchanged."""
@@ -593,7 +616,8 @@ class ProvedOwners:
             other = self._after.nodes[near]
             if self._works[near].nodes or not self._after.depends(near):
                 continue
-            if moves(other.op, views=True) and not self._changes_precision(other):
+            is_part = moves(other.op, views=True) and not self._changes_precision(other)
+            if is_part and not self._returns_input(near):
                 return True
         return False
 

@@ -12,6 +12,7 @@ left whose work the replacement could do.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from htp_export.shapes.operator_kinds import (
     is_standard,
     moves,
     operator_of,
+    resembles,
     subgraphs,
     without_copies,
 )
@@ -99,6 +101,10 @@ class Snapshot:
         while around is not None and around is not holder:
             around = self._holders.get(around)
         return around is holder
+
+    def equals(self, other: Snapshot) -> bool:
+        """Whether both have the same nodes, with the same inputs, outputs and attributes, in order."""
+        return [*self.nodes.items()] == [*other.nodes.items()]
 
     def check(self, before: Snapshot) -> None:
         """Check the contract of passes: inputs and outputs keep their names, tensors have producers.
@@ -432,7 +438,9 @@ class _Replacements:
         self._difference = difference
         self._before, self._after = difference.before, difference.after
         # node → the nodes that it replaces, by result of the change
-        self._results: defaultdict[ir.Node, list[list[Work]]] = defaultdict(list)
+        self._results: defaultdict[ir.Node, list[list[ir.Node]]] = defaultdict(list)
+        # results by identity → the tags of their nodes, once for all nodes that replace them
+        self._works: dict[tuple[int, ...], list[Work]] = {}
 
     def find(self) -> list[Replacement[ir.Node]]:
         """Follow each pair of equal values back to the nodes that compute them."""
@@ -452,26 +460,93 @@ class _Replacements:
         for node in added:
             if len(self._results.get(node, ())) > 1 and not self._after.is_live(node):
                 del self._results[node]  # it computes sizes for results, not the results
-        return [Replacement(node, works) for node, works in self._results.items()]
+        return [self._replacement(node) for node in self._results]
+
+    def _replacement(self, node: ir.Node) -> Replacement[ir.Node]:
+        """The nodes that a node replaces: by result, or together if it does different work for each.
+
+        A product of queries, keys and values does a part of the work of all three layers. A mask
+        that is computed once does the work of each module as a whole.
+        """
+        results = self._results[node]
+        if node in self._difference.added and not self._is_equal_work(node, results):
+            return Replacement(node, [self._works_of(*results)])
+        return Replacement(node, [self._works_of(result) for result in results])
+
+    def _works_of(self, *results: list[ir.Node]) -> list[Work]:
+        """The tags of the nodes of some results; always the same object for the same results."""
+        key = tuple(map(id, results))
+        if key not in self._works:
+            nodes = dict.fromkeys(itertools.chain(*results))
+            self._works[key] = [self._before.work_of(node) for node in nodes]
+        return self._works[key]
+
+    def _is_equal_work(self, node: ir.Node, results: Sequence[Sequence[ir.Node]]) -> bool:
+        """Whether a node does the same work for all owners of some results.
+
+        If nodes of its operator were replaced, all owners computed one of their tensors. Otherwise,
+        a node of one output serves all of them alike, as an Expand of a mask does; a Split does not.
+        """
+        replaced = list(itertools.chain(*results))
+        owners = {self._before.work_of(old).owners for old in replaced} - {()}
+        if len(owners) < 2:
+            return True
+        steps = defaultdict[int, set[tuple[str, ...]]](set)
+        of_operator = set[int]()
+        for old in replaced:
+            number = self._numbers[old]
+            steps[number].add(self._before.work_of(old).owners)
+            if resembles(operator_of(node), operator_of(old)):
+                of_operator.add(number)
+        if not of_operator:
+            return len(node.outputs) == 1
+        return any(owners <= steps[number] for number in of_operator)
+
+    @cached_property
+    def _numbers(self) -> dict[ir.Node, int]:
+        """Removed node → a number, equal for nodes that computed equal tensors."""
+        numbers: dict[ir.Node, int] = {}
+        # operator and inputs → the nodes with them, whose attributes may differ
+        alike = defaultdict[tuple[object, ...], list[ir.Node]](list)
+        for node, seen in self._before.nodes.items():
+            if node not in self._difference.removed:
+                continue
+            key = node.domain, node.op_type, *(self._input(value, numbers) for value in seen.inputs)
+            for other in alike[key]:
+                if self._before.nodes[other].operator == seen.operator:
+                    numbers[node] = numbers[other]
+                    break
+            else:
+                numbers[node] = len(numbers)
+                alike[key].append(node)
+        return numbers
+
+    def _input(self, value: ir.Value | None, numbers: Mapping[ir.Node, int]) -> object:
+        """An input of a removed node, equal for equal tensors."""
+        if value is None:
+            return None
+        maker = self._before.makers.get(value)
+        if maker is None or maker not in numbers:
+            return self._difference.equal.get(value, value)
+        return numbers[maker], value.index()
 
     def _replace_by_new(self, new: ir.Value, replaced: list[ir.Node]) -> None:
         """Record that the new nodes that produce a value replace some nodes together."""
         # Nodes that compute on constants and sizes count only if there are no others.
         live = [*filter(self._before.is_live, replaced)] or replaced
-        works = [self._before.work_of(gone) for gone in live]
         maker = self._after.makers[new]
         for node in self._difference.replacing(new):
             if node is maker or not _is_inserted(node, replaced):
-                self._results[node].append(works)
+                self._results[node].append(live)
 
     def _replace_by_twin(self, was: ir.Value, now: ir.Value) -> None:
         """Record that the producer of an equal value also replaces a removed node."""
         gone, remaining = self._before.makers[was], self._after.makers[now]
         if remaining in self._difference.added:
             # A new node replaces one of several equal chains, and thereby all of them.
-            works = [self._before.work_of(node) for node in self._difference.replaced(was)[0]]
+            replaced, _ = self._difference.replaced(was)
             for node in self._difference.replacing(now):
-                self._results[node].append(works)
+                self._results[node].append(replaced)
             return
         if not self._before.is_live(gone) and not self._difference.same(gone, remaining):
             return  # sizes may come from any equal tensor
@@ -479,7 +554,7 @@ class _Replacements:
             return  # an inlined branch: the node that held it only returned its results
         work, other = self._before.work_of(gone), self._before.work_of(remaining)
         if (work.owners, work.calls) != (other.owners, other.calls):
-            self._results[remaining] += [[other], [work]]
+            self._results[remaining] += [[remaining], [gone]]
             self._difference.merged[remaining] = None
 
 

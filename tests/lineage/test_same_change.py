@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 import htp_export
 from htp_export import tools
 from tests.handmade import nameless
-from tests.nets import Holding, HoldsRouted, composed, sequence, spread, x
+from tests.nets import NETS, Holding, HoldsRouted, composed, sequence, spread, x
 from tests.truth import Judge, named_wrongly, run_pytorch, values_of
 
 Tensor = torch.Tensor
@@ -74,7 +74,6 @@ class Change:
         exported: Of the export that makes the change.
         lost: Modules whose signatures lack a tensor, as the file has none of its value.
         reasons: Operator → why its nodes have these owners, where that is the same for all engines.
-        unknown: Engine → operators whose nodes it says are unknown: numbers of masks prove nothing.
         inexact: Modules that the oracle finds inexact: known limits.
     """
 
@@ -89,7 +88,6 @@ class Change:
     exported: dict[str, Any] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
     reasons: dict[str, str] = field(default_factory=dict)
-    unknown: dict[str, set[str]] = field(default_factory=dict)
     inexact: frozenset[str] = frozenset()
 
 
@@ -134,6 +132,10 @@ def self_attention(net: nn.Module, x: Tensor) -> Tensor:
 
     y = F.scaled_dot_product_attention(heads(net.q(x)), heads(net.k(x)), heads(net.v(x)))
     return net.o(y.transpose(1, 2).reshape(1, 5, 8))
+
+
+def three_layers(net: nn.Module, x: Tensor) -> Tensor:
+    return net.q(x).tanh() * net.k(x).sigmoid() * net.v(x)
 
 
 def linear_relu_linear(net: nn.Module, x: Tensor) -> Tensor:
@@ -213,6 +215,14 @@ CHANGES: dict[str, Change] = {
         fates={"0": "computed", "1": "identity", "2": "identity", "3": "computed"},
         options=PLAIN,
     ),
+    "a shape that a module takes back and makes again": Change(
+        lambda: NETS["a_shape_that_a_module_takes_back_and_makes_again"].build()[0],
+        {"input": x(1, 2, 5, 8)},
+        ("exact", "onnxruntime", "onnxruntime, no names", "onnxslim", "onnxoptimizer", "onnxsim"),
+        owners={"Reshape": [{"0"}], "Tanh": [{"2"}]},
+        fates={"0": "computed", "1": "identity", "2": "computed"},
+        options={"dynamo": False},
+    ),
     "equal calls of one module": Change(
         lambda: composed(equal_calls, a=nn.Linear(4, 4)),
         {"x": x(3, 4)},
@@ -235,7 +245,6 @@ CHANGES: dict[str, Change] = {
         {"x": x(2, 3, 4), "mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
         ("onnxoptimizer", "onnxoptimizer, no names"),
         owners={"Cast": [{"a", "b"}], "Not": [{"a", "b"}], "Where": [{"a"}, {"b"}]},
-        unknown={"onnxoptimizer, no names": {"Cast", "Not"}},
         options={"dynamo": False},
     ),
     "a mask of two modules, computed once": Change(
@@ -245,6 +254,16 @@ CHANGES: dict[str, Change] = {
         owners={"Not": [{"a", "b"}], "Where": [{"a"}, {"b"}]},
         reasons={"Not": "shared"},
         options={"dynamo": False},
+    ),
+    "three linear layers as one product": Change(
+        lambda: composed(three_layers, **{name: nn.Linear(4, 4) for name in "qkv"}),
+        {"x": x(2, 3, 4)},
+        ("tolerant",),
+        # a part of the work of each, not equal work
+        owners={"MatMul": [{"q", "k", "v"}], "Slice": [{"q"}, {"k"}, {"v"}]},
+        reasons={"MatMul": "fused", "Slice": "scope"},
+        fates={"q": "computed", "k": "computed", "v": "computed"},
+        options={"dynamo": True},
     ),
     "attention as one node": Change(
         lambda: composed(self_attention, **{name: nn.Linear(8, 8) for name in "qkvo"}),
@@ -312,12 +331,8 @@ def test_a_change_has_the_same_owners_whoever_makes_it(
         op: [node for node in tagged.nodes if node.op_type == op]
         for op in {*found.owners, *found.calls, *found.reasons}
     }
-    unknown = found.unknown.get(engine, set())
     for op, owners in found.owners.items():
-        if op not in unknown:
-            assert [set(tagged.owners_of(node)) for node in nodes[op]] == owners, op
-    for op in unknown:
-        assert {node.metadata_props["htp.reason"] for node in nodes[op]} == {"unknown"}
+        assert [set(tagged.owners_of(node)) for node in nodes[op]] == owners, op
     calls = {
         op: sorted({call.call for call in tagged.work_of(nodes[op][0]).calls}) for op in found.calls
     }
@@ -335,8 +350,6 @@ def test_a_change_has_the_same_owners_whoever_makes_it(
                 lost.add(path)
     assert lost == found.lost
     assert wrong_signatures(model, found.inputs, output) == []
-    if unknown:
-        return  # nobody says whose these nodes are
     faults = Judge(model, found.inputs, output).faults()
     assert {fault[0] for fault in faults} == found.inexact
 

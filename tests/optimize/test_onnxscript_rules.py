@@ -13,7 +13,9 @@ import torch
 
 import htp_export
 from htp_export.capabilities.optimize.onnxscript_rules import changed_rules
+from htp_export.capabilities.optimize.registry import find
 from htp_export.errors import HtpExportError, PassError, described
+from htp_export.format import tags
 from tests.graphs import array, ops, run, tagged
 
 _NUMBERS: dict[str, Any] = {
@@ -344,6 +346,14 @@ def test_sequences_and_optional_values_keep_their_types_in_bodies(name, tmp_path
     )
 
 
+def test_nodes_that_a_rule_writes_in_a_branch_have_owners() -> None:
+    model = of_sequences("branches")
+    changed = htp_export.optimize(model, passes="fuse_for_onnxruntime", level="fused").model
+    nodes = [*changed.graph.all_nodes()]
+    assert "Split" in [node.op_type for node in nodes]
+    assert [node.op_type for node in nodes if tags.MODULE not in node.metadata_props] == []
+
+
 class Bags(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -386,3 +396,19 @@ def test_what_is_left_is_said_by_a_plain_path(tmp_path: Path):
         tmp_path / "padded.onnx", tmp_path / "out.onnx", level="fused", verify=True
     )
     assert (list(found.left), found.rolled_back) == (["n_p"], {})
+
+
+def test_an_output_that_is_left_out_is_a_change() -> None:
+    x, skip, scale = (
+        ir.val(name, ir.DataType.FLOAT, shape)
+        for name, shape in (("x", [2, 3, 4]), ("skip", [2, 3, 4]), ("scale", [4]))
+    )
+    node = ir.node(
+        "SkipLayerNormalization", [x, skip, scale], domain="com.microsoft", num_outputs=4
+    )
+    imports = {"": 20, "com.microsoft": 1}
+    graph = ir.Graph([x, skip, scale], node.outputs[:1], nodes=[node], opset_imports=imports)
+    make = find("fuse_for_onnxruntime").make
+    results = [make()(ir.Model(graph, ir_version=10)) for _ in range(2)]
+    assert [len(each.outputs) for each in graph] == [1]
+    assert [result.modified for result in results] == [True, False]

@@ -24,6 +24,7 @@ from htp_export.editing.editing import (
     register_constants,
     replace,
 )
+from htp_export.lineage.difference import Snapshot
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import recipes_of_computed, replaced_by
 from htp_export.process.quiet import quiet
@@ -46,7 +47,8 @@ class FuseForOnnxruntime(LibraryPass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-        before, results = list(model.graph), [value.name for value in model.graph.outputs]
+        before, stored = Snapshot(model), _contents(model.graph)
+        results = [value.name for value in model.graph.outputs]
         # Forms that the rules match are written first; nodes that they would get wrong are hidden.
         _Unflatten()(model)
         _WriteReciprocals()(model)
@@ -57,17 +59,23 @@ class FuseForOnnxruntime(LibraryPass):
             _hidden(model, [*hidden, *growing]),
             changed_rules() as unhandled,
         ):
-            stored = {name: value.const_value for name, value in model.graph.initializers.items()}
+            present = {name: value.const_value for name, value in model.graph.initializers.items()}
             computed = recipes_of_computed(model.graph)
             rewritten, _ = optimize_for_ort(model)
         # The rules lose registrations, names of results, recipes, types and versions.
         register_constants(rewritten.graph)
         _join_results(rewritten.graph, results)
-        replaced_by("onnxscript", rewritten, stored, computed)
+        replaced_by("onnxscript", rewritten, present, computed)
         _write_batch_transposes(rewritten)
         _complete(rewritten)
         left = {str(node.name): why for node, why in unhandled.items() if node.graph is not None}
-        return LibraryResult(rewritten, list(rewritten.graph) != before, left)
+        is_same = Snapshot(rewritten).equals(before) and _contents(rewritten.graph) == stored
+        return LibraryResult(rewritten, not is_same, left)
+
+
+def _contents(graph: ir.Graph) -> dict[str, int]:
+    """Initializer → the identity of its tensor."""
+    return {name: id(value.const_value) for name, value in graph.initializers.items()}
 
 
 def _is_unsound(node: ir.Node) -> bool:
