@@ -85,7 +85,13 @@ class Promotes(nn.Module):
     def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         whole = given.to(torch.int32)
         halves = given.half()
-        return whole + given, whole / 2, halves * given, torch.where(given > 0, whole, 1.5), whole**2
+        return (
+            whole + given,
+            whole / 2,
+            halves * given,
+            torch.where(given > 0, whole, 1.5),
+            whole**2,
+        )
 
 
 class Chooses(nn.Module):
@@ -263,7 +269,9 @@ def test_a_place_where_torch_has_moved_is_left_out_and_the_others_are_not(gone, 
     assert htp_export.load(program).paths
 
 
-@pytest.mark.parametrize("name", ["a", "a@1", "a@12", "ab", "a@", "a@b", "b", "", "a\n", "a@1\n", "a+"])
+@pytest.mark.parametrize(
+    "name", ["a", "a@1", "a@12", "ab", "a@", "a@b", "b", "", "a\n", "a@1\n", "a+"]
+)
 @pytest.mark.parametrize("base", ["a", "a+", ""])
 def test_names_of_modules_are_compared_as_by_torch(name, base):
     [patch] = [each for each in patches.FASTER_DYNAMO.patches if each.name == "_is_call_name"]

@@ -2,9 +2,9 @@
 
 A wrapper calls the original and reports to the capture of the running export. Some do more while an
 export of ours runs in this thread: `slow_forward`, `traced`, `export_file` and `call_region`
-replace the original; `serialize` and the groups `FASTER_...` do the same work faster. In every other thread and task, all
-of them only call the original. ``tests/exporter/test_torch_internals.py`` fails if a place in this
-file has moved.
+replace the original; `serialize` and the groups `FASTER_...` do the same work faster. In every other
+thread and task, all of them only call the original (`is_call_name` always returns the same).
+``tests/exporter/test_torch_internals.py`` fails if a place in this file has moved.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ FASTER_TORCHSCRIPT = Patches(
 )
 
 FASTER_START = Patches(
-    Patch(
-        "onnxscript.values", "TracedOnnxFunction.function_ir", faster_dynamo.NamesOfFunctions
-    ),
+    Patch("onnxscript.values", "TracedOnnxFunction.function_ir", faster_dynamo.NamesOfFunctions),
     optional=True,
 )
 
