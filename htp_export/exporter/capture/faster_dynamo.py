@@ -253,7 +253,7 @@ def other_operators_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _end_of(rule: Any) -> tuple[str, str] | None:
     """Domain and name of the operator with which the pattern of a rule ends; None if it may be any."""
-    matcher = getattr(rule, "_matcher", None)
+    matcher: Any = getattr(rule, "_matcher", None)
     if getattr(rule, "_verbose", True):  # it prints what it compares
         return None
     if type(matcher).__name__ != "SimplePatternMatcher":
