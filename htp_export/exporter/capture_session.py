@@ -31,6 +31,7 @@ from htp_export.lineage.tagging import IR_VERSION, remove_tags
 from htp_export.process.restoring import (
     Changes,
     hold_collection,
+    keep_objects,
     set_variable,
     turn_attention_fast_path_off,
 )
@@ -178,6 +179,9 @@ class Dynamo:
     def run(self, export: Callable[[], Any]) -> Any:
         """Export the ``ONNXProgram``, and tag it."""
         capture = self.capture
+        if running.hurries.get():
+            patches.FASTER_DYNAMO.hold(self._changes)
+            keep_objects(self._changes)
         program = _captured(export, self._model, self._changes, (running.dynamo_capture, capture))
         hold_collection(self._changes, kept=True)
         captured = Captured(capture, self.modules.hierarchy, self.modules.parameters)

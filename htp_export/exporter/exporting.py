@@ -187,6 +187,8 @@ def export(
     def tagged(changes: Changes) -> torch.onnx.ONNXProgram | None:
         hide_messages(changes)
         _watch(changes, entry, exporter)
+        if uses_dynamo and running.hurries.get():
+            patches.FASTER_START.hold(changes)
         set_variable(changes, running.exporter, exporter)
         with advice_on_caches(positional, kwargs or {}):
             if shared is None:
@@ -292,6 +294,8 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
         try:
             for entry in (patches.DYNAMO_ENTRY, patches.REPLACEMENTS, patches.TORCHSCRIPT_ENTRY):
                 _watch(changes, entry, exporter)
+            if running.hurries.get():
+                patches.FASTER_START.hold(changes)
             set_variable(changes, running.exporter, exporter)
             changes.will_undo(exporter.end)  # for tasks that were started inside and continue
             yield

@@ -36,7 +36,7 @@ def test_a_place_is_there_and_is_patched_while_its_group_is_held_and_never_else(
     # what is set back on a class must have been its own, or it would stay there
     assert name in vars(owner)
     assert getattr(owner, name) == original  # a class method is bound anew each time
-    assert callable(original) or isinstance(original, types.ModuleType)
+    assert callable(original) or isinstance(original, types.ModuleType | property)
     [group] = [group for group in patches.EVERY if patch in group.patches]
     assert not is_ours(original)
     with restored(group.hold):

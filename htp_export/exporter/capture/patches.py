@@ -2,9 +2,9 @@
 
 A wrapper calls the original and reports to the capture of the running export. Some do more while an
 export of ours runs in this thread: `slow_forward`, `traced`, `export_file` and `call_region`
-replace the original; `serialize` and `FASTER_TORCHSCRIPT` do the same work faster. In every other thread and task, all
-of them only call the original. ``tests/exporter/test_torch_internals.py`` fails if a place in this
-file has moved.
+replace the original; `serialize` and the groups `FASTER_...` do the same work faster. In every other
+thread and task, all of them only call the original (`is_call_name` always returns the same).
+``tests/exporter/test_torch_internals.py`` fails if a place in this file has moved.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from htp_export.exporter.capture import (
     dynamo_patches,
+    faster_dynamo,
     faster_torchscript,
     saving,
     torchscript_patches,
@@ -124,6 +125,31 @@ FASTER_TORCHSCRIPT = Patches(
         faster_torchscript.SignaturesOnce,
     ),
     Patch("torch.jit._trace", "_create_interpreter_name_lookup_fn", faster_torchscript.name_lookup),
+)
+
+FASTER_START = Patches(
+    Patch("onnxscript.values", "TracedOnnxFunction.function_ir", faster_dynamo.NamesOfFunctions),
+    optional=True,
+)
+
+_SOURCES = "torch.fx.traceback"
+_DECOMPOSED = "torch.export.exported_program"
+_PROMOTION = "torch.onnx._internal.fx.passes.type_promotion"
+_RULES = "onnxscript.rewriter._rewrite_rule"
+
+FASTER_DYNAMO = Patches(
+    Patch(
+        _DECOMPOSED,
+        "_populate_param_buffer_metadata_to_new_gm",
+        faster_dynamo.parameters_read_once,
+    ),
+    Patch("torch.export.unflatten", "_is_call_name", faster_dynamo.is_call_name),
+    Patch(_SOURCES, "copy", faster_dynamo.SourcesCopied),
+    Patch("torch.utils._traceback", "_extract_symbolized_tb", faster_dynamo.frames_once),
+    Patch(_PROMOTION, "_TypePromotionInterpreter.run_node", faster_dynamo.known_results),
+    Patch("onnx_ir.schemas", "OpSignature.from_op_schema", faster_dynamo.signatures_once),
+    Patch(_RULES, "RewriteRule.try_rewrite", faster_dynamo.other_operators_skipped),
+    optional=True,
 )
 
 EVERY = tuple(group for group in globals().copy().values() if isinstance(group, Patches))

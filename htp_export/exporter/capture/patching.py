@@ -96,10 +96,14 @@ def noting(
 
 
 class Patches:
-    """Patches that are applied together for the first user, and removed after the last one."""
+    """Patches that are applied together for the first user, and removed after the last one.
 
-    def __init__(self, *patches: Patch) -> None:
+    ``optional``: one that cannot be applied is left out.
+    """
+
+    def __init__(self, *patches: Patch, optional: bool = False) -> None:
         self.patches = patches
+        self._optional = optional
         self._mutex = Mutex()
         self._users: set[object] = set()
         self._changes = Changes(shared=True)
@@ -107,7 +111,7 @@ class Patches:
     def hold(self, changes: Changes) -> None:
         """Keep the patches applied until the changes are undone.
 
-        Raises a `TorchChangedError` if one cannot be applied.
+        Raises a `TorchChangedError` if one cannot be applied that is not optional.
         """
         user = object()
         changes.will_undo(lambda: locked(self._mutex.lock, functools.partial(self._leave, user)))
@@ -126,21 +130,24 @@ class Patches:
             self._changes.take_back()
 
     def _put_in(self) -> None:
-        """Apply all of them, or none; after an interrupt, `_leave` removes the rest."""
+        """Apply all of them, or none, or those that can be applied; after an interrupt, `_leave` removes the rest."""
+        for patch in self.patches:
+            try:
+                self._apply(patch)
+            except TorchChangedError:
+                if self._optional:
+                    continue
+                self._changes.take_back()
+                raise
+
+    def _apply(self, patch: Patch) -> None:
+        owner, name, original = patch.find()
+        own = vars(owner).get(name, original)  # getattr unwraps a static method
         try:
-            for patch in self.patches:
-                owner, name, original = patch.find()
-                own = vars(owner).get(name, original)  # getattr unwraps a static method
-                try:
-                    wrapper = patch.wrap(original)
-                    # raises if the attribute cannot be set: then there is nothing to undo
-                    setattr(owner, name, own)
-                except Exception as error:
-                    raise TorchChangedError(
-                        f"{patch.module}.{patch.name}", "is not what it was"
-                    ) from error
-                self._changes.will_undo(functools.partial(setattr, owner, name, own))
-                setattr(owner, name, wrapper)
-        except TorchChangedError:
-            self._changes.take_back()
-            raise
+            wrapper = patch.wrap(original)
+            # raises if the attribute cannot be set: then there is nothing to undo
+            setattr(owner, name, own)
+        except Exception as error:
+            raise TorchChangedError(f"{patch.module}.{patch.name}", "is not what it was") from error
+        self._changes.will_undo(functools.partial(setattr, owner, name, own))
+        setattr(owner, name, wrapper)

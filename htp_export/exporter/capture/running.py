@@ -35,7 +35,7 @@ script_capture: ContextVar[Any] = ContextVar("htp_export_torchscript", default=N
 translations_read: ContextVar[dict[tuple[tuple[str, Any], ...], Any] | None] = ContextVar(
     "htp_export_translations", default=None
 )
-# whether torch's own repeated work is saved: `faster_torchscript`
+# whether torch's own repeated work is saved: `faster_dynamo`, `faster_torchscript`
 hurries: ContextVar[bool] = ContextVar("htp_export_hurries", default=True)
 keeps_dynamo: ContextVar[bool] = ContextVar("htp_export_keeps_dynamo", default=False)
 wants_frames_of_layers: ContextVar[bool] = ContextVar("htp_export_frames_of_layers", default=False)
@@ -47,6 +47,11 @@ def wanted() -> Any:
     if running is None or running.ended:
         return None
     return running
+
+
+def saves_work() -> bool:
+    """Whether an export with tags runs in this thread or task whose repeated work is saved."""
+    return hurries.get() and wanted() is not None
 
 
 class _OneAtATime:
