@@ -28,6 +28,7 @@ from htp_export.exporter.capture.torchscript_internals import (
     next_number,
     nodes_in,
     nodes_of,
+    numbers_of_graph_inputs,
     numbers_of_inputs,
     numbers_of_outputs,
     out_of_place,
@@ -127,9 +128,9 @@ class Trace:
         graph = state.graph()
         scoped = [call for call in range(len(self.log.calls)) if call not in self._unscoped]
         outermost = NO_CALL if self._has_root_scope else index
-        self.nodes = list(self._traced_nodes(graph.nodes(), outermost, scoped))
+        self.nodes = list(self._traced_nodes(nodes_in(graph.block()), outermost, scoped))
         self._assign_between()
-        self.inputs = [value.unique() for value in graph.inputs()]
+        self.inputs = numbers_of_graph_inputs(graph)
         # raised if the tracer rejects the result: then the export fails, too
         with contextlib.suppress(RuntimeError):
             self.outputs = keys_of(
