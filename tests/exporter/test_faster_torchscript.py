@@ -157,6 +157,52 @@ def test_state_that_is_no_tensor_is_collected_by_torch():
     assert torchscript_internals.plain_state(nn.Sequential(Extra(4, 4))) is None
 
 
+class Frozen(nn.Linear):
+    """Stays in its mode."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        return self
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_modules_have_the_modes_that_torch_sets(mode, frozen):
+    def modes(model: nn.Module) -> list[bool]:
+        return [module.training for module in model.train(mode).modules()]
+
+    def build() -> nn.Module:
+        model = nn.Sequential(small_modules(1), Frozen(4, 4) if frozen else nn.Linear(4, 4))
+        model[1].eval()
+        model[0][0].train()
+        return model
+
+    theirs = modes(build())
+
+    def make(changes: Any) -> None:
+        patches.FASTER_TORCHSCRIPT.hold(changes)
+        set_variable(changes, running.script_capture, object())
+
+    with restored(make):
+        ours = modes(build())
+        assert modes(build().eval()) == modes(build())
+    assert ours == theirs
+
+
+def test_no_mode_is_set_that_modules_have(tmp_path, monkeypatch):
+    written = []
+    write = nn.Module.__setattr__
+
+    def counted(self: nn.Module, name: str, value: Any) -> None:
+        written.append(name)
+        write(self, name, value)
+
+    monkeypatch.setattr(nn.Module, "__setattr__", counted)
+    model = small_modules()
+    written.clear()
+    htp_export.export(model, (torch.randn(1, 4),), tmp_path / "m.onnx", dynamo=False)
+    assert written.count("training") <= 2  # of torch's own wrapper of the model
+
+
 def test_the_version_of_a_translation_is_the_one_that_torch_finds():
     registration = torch.onnx._internal.torchscript_exporter.registration
     asked = [(target, versions) for target in range(7, 24) for versions in ([], [7], [9, 13], [1])]

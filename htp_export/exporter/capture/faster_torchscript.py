@@ -165,6 +165,34 @@ def unique_state(original: Any) -> Any:
     return state
 
 
+def mode_kept(original: Any) -> Any:
+    """Set no module's mode that has it: the exporter sets the mode of all modules, and sets it back."""
+    if [*inspect.signature(original).parameters] != ["self", "mode"]:
+        raise TypeError("it does not set the mode of a module")
+
+    @functools.wraps(original)
+    def train(self: Any, mode: bool = True) -> Any:
+        if script_capture.get() is None or not _have_mode(self, mode):
+            return original(self, mode)
+        return self
+
+    return train
+
+
+def _have_mode(module: Any, mode: bool) -> bool:
+    """Whether a module and its descendants have a mode, and torch's own way to set it."""
+    kind = type(module)
+    plain: Any = torch.nn.Module
+    if not issubclass(kind, plain) or vars(module).get("training") is not mode:
+        return False
+    if kind.train is not plain.train or kind.__setattr__ is not plain.__setattr__:
+        return False
+    if kind.children is not plain.children or kind.named_children is not plain.named_children:
+        return False
+    children = [child for child in module._modules.values() if child is not None]
+    return all(_have_mode(child, mode) for child in children)
+
+
 class FewerChecks:
     """``torch._C`` for the exporter, which checks its graph after ten of its passes: here twice.
 

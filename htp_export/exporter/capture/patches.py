@@ -139,6 +139,7 @@ FASTER_TORCHSCRIPT = Patches(
     Patch("torch.jit._trace", "_create_interpreter_name_lookup_fn", faster_torchscript.name_lookup),
     Patch("torch.jit._trace", "_unique_state_dict", faster_torchscript.unique_state),
     Patch("torch.jit", "_unique_state_dict", faster_torchscript.unique_state),
+    Patch("torch.nn", "Module.train", faster_torchscript.mode_kept),
     Patch(_SCRIPT, "_C", faster_torchscript.FewerChecks),
     Patch(
         "torch.onnx._internal.torchscript_exporter.registration",
