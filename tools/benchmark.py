@@ -5,6 +5,7 @@
     python tools/benchmark.py export --models bert --exporter torchscript --pairs 9
     python tools/benchmark.py export --models linear modules vit resnet llama swin t5 --pairs 3   # many small modules
     python tools/benchmark.py export --models modules100 modules modules5000   # how the ratio grows
+    python tools/benchmark.py export --fresh --models modules --exporter torchscript   # a process for each export
     python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
     python tools/benchmark.py run              # verify, extract and profile, against PyTorch and ONNX Runtime alone
     python tools/benchmark.py bind --models bert   # new weights in a file, against an export of them
@@ -191,22 +192,28 @@ def metadata(model: torch.nn.Module, inputs: Inputs, exporter: str) -> tuple[flo
     return sum(ours[:-1]) / nodes, ours[-1] / nodes
 
 
-def memory(side: str, name: str, exporter: str) -> int:
-    """Peak memory of one export in a process of its own, in bytes."""
-    command = [
-        sys.executable,
-        __file__,
-        "memory",
-        "--models",
-        name,
-        "--exporter",
-        exporter,
-        "--side",
-        side,
-    ]
-    return int(
+def alone(what: str, side: str, name: str, exporter: str) -> float:
+    """One number of an export in a process of its own: its peak ``memory`` in bytes, or its ``seconds``."""
+    options = ["--models", name, "--exporter", exporter, "--side", side]
+    command = [sys.executable, __file__, what, *options]
+    return float(
         subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
     )
+
+
+def run_fresh(names: list[str], exporters: list[str], pairs: int) -> None:
+    """Processor time of exports in processes of their own, each after one to warm up, and an A/A control."""
+    sides = {"ours": "ours", "torch": "torch", "again": "torch"}
+    for name, exporter in itertools.product(names, exporters):
+        ours, control, theirs = list[float](), list[float](), list[float]()
+        for index in range(pairs):
+            order = [*sides] if index % 2 else [*reversed(sides)]
+            spent = {key: alone("seconds", sides[key], name, exporter) for key in order}
+            ours.append(spent["ours"] / spent["torch"])
+            control.append(spent["again"] / spent["torch"])
+            theirs.append(spent["torch"])
+        row = f"{name:11} {exporter:12} torch {statistics.median(theirs):.3f} s  "
+        print(row + describe("time", ours), describe("  A/A", control), flush=True)
 
 
 def run_export(names: list[str], exporters: list[str], pairs: int, runs_for_memory: int) -> None:
@@ -224,7 +231,7 @@ def run_export(names: list[str], exporters: list[str], pairs: int, runs_for_memo
                 on_nodes, on_model = metadata(model, inputs, exporter)
                 steps = steps_of(model, inputs, exporter)
             used = [
-                memory("ours", name, exporter) / memory("torch", name, exporter)
+                alone("memory", "ours", name, exporter) / alone("memory", "torch", name, exporter)
                 for _ in range(runs_for_memory)
             ]
             print(
@@ -236,6 +243,16 @@ def run_export(names: list[str], exporters: list[str], pairs: int, runs_for_memo
                 print(f"{'':40}" + describe("peak memory", used))
             print(f"{'':40}metadata {on_nodes:.0f} bytes a node, and {on_model:.0f} on the model")
             print(f"{'':40}{steps}", flush=True)
+
+
+def run_seconds(name: str, exporter: str, side: str) -> None:
+    """Processor seconds of an export, after one to warm up."""
+    model, inputs = exported(name, exporter)
+    export = htp_export.export if side == "ours" else torch.onnx.export
+    with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+        once(export, model, inputs, exporter)
+        seconds = once(export, model, inputs, exporter)
+    print(seconds)
 
 
 def run_memory(name: str, exporter: str, side: str) -> None:
@@ -490,6 +507,7 @@ def main() -> None:
             "run",
             "bind",
             "memory",
+            "seconds",
             "functions",
             "fused",
             "scale",
@@ -503,6 +521,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument(
         "--memory", type=int, default=3, help="export: pairs of processes for peak memory; 0: none"
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="export: time alone, each export in a new process"
     )
     parser.add_argument("--nodes", type=int, default=50_000)
     parser.add_argument("--side", choices=["ours", "torch"], default="ours", help=argparse.SUPPRESS)
@@ -539,6 +560,7 @@ def main() -> None:
         "compress": (*MODELS, *compression.KINDS),
         "export": EXPORTED,
         "memory": EXPORTED,
+        "seconds": EXPORTED,
     }.get(given.what, (*MODELS,))
     for name in set(given.models) - set(own):
         parser.error(f"no model {name!r} in {given.what}; there are {', '.join(own)}")
@@ -583,6 +605,8 @@ def main() -> None:
         scale.run(given.sizes, given.levels, given.commands)
     elif given.what == "memory":
         run_memory(given.models[0], given.exporter, given.side)
+    elif given.what == "seconds":
+        run_seconds(given.models[0], given.exporter, given.side)
     elif given.what == "run":
         for name in given.models:
             run_verify(name, given.pairs)
@@ -590,7 +614,10 @@ def main() -> None:
         large_model.run(["extract"])
     else:
         exporters = ["dynamo", "torchscript"] if given.exporter == "both" else [given.exporter]
-        run_export(given.models, exporters, given.pairs, given.memory)
+        if given.fresh:
+            run_fresh(given.models, exporters, given.pairs)
+        else:
+            run_export(given.models, exporters, given.pairs, given.memory)
 
 
 if __name__ == "__main__":

@@ -340,10 +340,10 @@ class _Exporter:
             rewriting.settle()
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
-        return self._run(export, functools.partial(Dynamo, model, self._follow))
+        return running.alone(self._run(export, functools.partial(Dynamo, model, self._follow)))
 
     def program(self, export: Callable[[], Any], model: Any) -> Any:
-        return self._run(export, functools.partial(Program, model))
+        return running.alone(self._run(export, functools.partial(Program, model)))
 
     def torchscript(
         self,
@@ -351,13 +351,14 @@ class _Exporter:
         model: Any,
         args: Any,
         names_inputs: bool,
-    ) -> Any:
+    ) -> Callable[[Changes], Any]:
+        """Return the export, to be run by `running.alone`: torch walks the frames above each operation."""
         return self._run(export, functools.partial(TorchScript, model, args, names_inputs))
 
     def _run(
         self, export: Callable[[], Any], begin: Callable[[Changes], Dynamo | Program | TorchScript]
-    ) -> Any:
-        """Run an export and capture it; without tags, if that is impossible and not strict."""
+    ) -> Callable[[Changes], Any]:
+        """Return an export with its capture; without tags, if that is impossible and not strict."""
 
         def run(changes: Changes) -> Any:
             try:
@@ -376,4 +377,4 @@ class _Exporter:
             set_variable(changes, running.exporter, None)
             return export()
 
-        return running.alone(run)
+        return run

@@ -108,7 +108,7 @@ class ExportEvidence(FateEvidence[Key]):
         self._passed = boundaries_of_calls(record, flow)
         self._useful = self._modules_that_count(flow.wanted)
         self._passes_on = self._modules_that_pass_on(flow.wanted)
-        self._lost = cache(self._beyond_lost)
+        self._lost_of: dict[str, dict[str, None]] = {}  # module path → the result of `_lost`
 
     @cached_property
     def _measured(self) -> frozenset[str]:
@@ -282,8 +282,14 @@ class ExportEvidence(FateEvidence[Key]):
                 returned += tensors.outputs
         return returned
 
-    def _beyond_lost(self, path: str) -> dict[str, None]:
+    def _lost(self, path: str) -> dict[str, None]:
         """Owners of the operations beyond the tensors of a module's boundary that the file lacks."""
+        # not `cache`, whose function would refer to this object: only the garbage collector frees that
+        if path not in self._lost_of:
+            self._lost_of[path] = self._beyond_lost(path)
+        return self._lost_of[path]
+
+    def _beyond_lost(self, path: str) -> dict[str, None]:
         boundary = self._passed[path]
         lost = [
             key for key in (*boundary.inputs, *boundary.outputs) if key not in self._record.final

@@ -102,6 +102,8 @@ class WorkFolder:
         """Remove the folder and its contents; a folder with a journal is left for a later run."""
         if os.getpid() != self._process:  # the folder belongs to the process that forked this one
             return
+        if self._lock is None and not os.path.lexists(self.path):  # closed before
+            return
         # after a signal behind the last rename, or if an obsolete file cannot be removed now
         if os.path.lexists(self._journal):
             self.finish()
@@ -170,12 +172,10 @@ class WorkFolder:
 
     def _write_journal(self, steps: Sequence[_Step], removals: Sequence[_Removal]) -> None:
         """Write the journal completely: with a part of it, a later process could not finish the renames."""
-        journal = {
-            "steps": [_journal_entry(step) for step in steps],
-            "obsolete": [_journal_entry(removal) for removal in removals],
-        }
+        journal = {"steps": list(map(vars, steps)), "obsolete": list(map(vars, removals))}
+        text = json.dumps(journal, default=_plain)
         try:
-            self._journal.write_text(json.dumps(journal), encoding="utf-8", newline="\n")
+            self._journal.write_text(text, encoding="utf-8", newline="\n")
         except BaseException:
             self._journal.unlink(missing_ok=True)
             raise
@@ -361,12 +361,11 @@ def _all_done(removals: Iterable[_Removal]) -> bool:
     return all(results)
 
 
-def _journal_entry(entry: _Step | _Removal) -> dict[str, Any]:
-    fields = dataclasses.asdict(entry)
-    for name, value in fields.items():
-        if isinstance(value, Path):
-            fields[name] = os.fspath(value)
-    return fields
+def _plain(value: Path | Identity) -> str | dict[str, int]:
+    """Return a path or an identity as it is written into a journal."""
+    if isinstance(value, Path):
+        return os.fspath(value)
+    return dataclasses.asdict(value)
 
 
 def _step_of(entry: Mapping[str, Any]) -> _Step:

@@ -216,15 +216,20 @@ def hold_collection(changes: Changes, *, kept: bool = False) -> None:
     def enable_again() -> None:
         if not was_enabled:
             return
-        # few new objects are visited fast, and counting what the user froze visits all of that
+        # few new objects are visited fast
         many_objects = gc.get_count()[0] > _OBJECTS
-        if kept and many_objects and not gc.get_freeze_count():
+        if kept and many_objects and not _has_frozen_objects():
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         gc.enable()
 
     changes.will_undo(enable_again)
     gc.disable()
+
+
+def _has_frozen_objects() -> bool:
+    """Whether the user left objects out of collection; Python counts them one by one."""
+    return gc.get_freeze_count() > 0
 
 
 _collections = 0  # full collections of the process when objects were last kept
@@ -238,7 +243,7 @@ def keep_objects(changes: Changes) -> None:
     collection, so that garbage of an earlier export does not stay.
     """
     global _collections
-    if not gc.isenabled() or gc.get_freeze_count():
+    if not gc.isenabled() or _has_frozen_objects():
         return
     if _collections and _collections == _full_collections():
         gc.collect()

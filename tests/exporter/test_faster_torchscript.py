@@ -81,6 +81,158 @@ def test_an_export_goes_on_where_torch_has_moved(gone, tmp_path, monkeypatch):
     assert torch._C.Node.outputs == original
 
 
+class OwnWay(nn.Linear):
+    """Saves its weight under another name."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}kernel"] = self.weight
+
+
+class Extra(nn.Linear):
+    """Has state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"version": 2}
+
+
+def with_buffers() -> nn.Module:
+    model = nn.BatchNorm1d(4)
+    model.register_buffer("temporary", torch.zeros(2), persistent=False)
+    model.register_buffer("nothing", None)
+    model.register_parameter("empty", None)
+    return model
+
+
+def with_hooks(kind: str) -> nn.Module:
+    model = nn.Linear(4, 4)
+    if kind == "before":
+        model.register_state_dict_pre_hook(lambda *_: None)
+    else:
+        model.register_state_dict_post_hook(lambda module, state, prefix, meta: state.clear())
+    return model
+
+
+def tied() -> nn.Module:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    return nn.Sequential(first, second, first)
+
+
+@pytest.mark.parametrize("keep_vars", [True, False])
+@pytest.mark.parametrize(
+    ("build", "is_plain"),
+    [
+        (lambda: small_modules(2), True),
+        (with_buffers, True),
+        (tied, True),
+        (lambda: OwnWay(4, 4), False),
+        (lambda: with_hooks("before"), False),
+        (lambda: with_hooks("after"), False),
+        (lambda: nn.LazyLinear(4), False),
+        (lambda: torch.jit.script(nn.Linear(4, 4)), False),
+    ],
+    ids=["plain", "buffers", "tied", "override", "pre-hook", "hook", "lazy", "script"],
+)
+def test_the_state_of_a_model_is_the_one_that_torch_collects(build, is_plain, keep_vars):
+    model = nn.Sequential(nn.ReLU(), build()) if is_plain else nn.Sequential(build())
+    assert (torchscript_internals.plain_state(model) is not None) == is_plain
+    if isinstance(model[0], nn.LazyLinear) and not keep_vars:
+        return  # torch cannot detach it, either
+    theirs = torch.jit._unique_state_dict(model, keep_vars=keep_vars)
+
+    def make(changes: Any) -> None:
+        patches.FASTER_TORCHSCRIPT.hold(changes)
+        set_variable(changes, running.script_capture, object())
+
+    with restored(make):
+        ours = torch.jit._unique_state_dict(model, keep_vars=keep_vars)
+    assert type(ours) is type(theirs)
+    assert [*ours] == [*theirs]
+    for name, tensor in ours.items():
+        assert tensor is theirs[name] or torch.equal(tensor, theirs[name])
+        assert tensor.requires_grad == theirs[name].requires_grad
+
+
+def test_state_that_is_no_tensor_is_collected_by_torch():
+    assert torchscript_internals.plain_state(nn.Sequential(Extra(4, 4))) is None
+
+
+class Frozen(nn.Linear):
+    """Stays in its mode."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        return self
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_modules_have_the_modes_that_torch_sets(mode, frozen):
+    def modes(model: nn.Module) -> list[bool]:
+        return [module.training for module in model.train(mode).modules()]
+
+    def build() -> nn.Module:
+        model = nn.Sequential(small_modules(1), Frozen(4, 4) if frozen else nn.Linear(4, 4))
+        model[1].eval()
+        model[0][0].train()
+        return model
+
+    theirs = modes(build())
+
+    def make(changes: Any) -> None:
+        patches.FASTER_TORCHSCRIPT.hold(changes)
+        set_variable(changes, running.script_capture, object())
+
+    with restored(make):
+        ours = modes(build())
+        assert modes(build().eval()) == modes(build())
+    assert ours == theirs
+
+
+def test_no_mode_is_set_that_modules_have(tmp_path, monkeypatch):
+    written = []
+    write = nn.Module.__setattr__
+
+    def counted(self: nn.Module, name: str, value: Any) -> None:
+        written.append(name)
+        write(self, name, value)
+
+    monkeypatch.setattr(nn.Module, "__setattr__", counted)
+    model = small_modules()
+    written.clear()
+    htp_export.export(model, (torch.randn(1, 4),), tmp_path / "m.onnx", dynamo=False)
+    assert written.count("training") <= 2  # of torch's own wrapper of the model
+
+
+def test_the_version_of_a_translation_is_the_one_that_torch_finds():
+    registration = torch.onnx._internal.torchscript_exporter.registration
+    asked = [(target, versions) for target in range(7, 24) for versions in ([], [7], [9, 13], [1])]
+    theirs = [registration._dispatch_opset_version(*each) for each in asked]
+
+    def make(changes: Any) -> None:
+        patches.FASTER_TORCHSCRIPT.hold(changes)
+        set_variable(changes, running.script_capture, object())
+
+    with restored(make):
+        ours = [registration._dispatch_opset_version(*each) for each in asked * 2]
+    assert ours == theirs * 2
+
+
+def test_the_ends_of_a_graph_are_the_ones_that_torch_lists():
+    graph = torch.jit.trace(small_modules(2), torch.randn(1, 4)).inlined_graph
+
+    def listed() -> list[list[Any]]:
+        return [[*graph.inputs()], [*graph.outputs()]]
+
+    theirs = listed()
+
+    def make(changes: Any) -> None:
+        patches.FASTER_TORCHSCRIPT.hold(changes)
+        set_variable(changes, running.script_capture, object())
+
+    with restored(make):
+        assert listed() == theirs
+
+
 def test_the_function_that_names_values_must_count_frames(monkeypatch):
     monkeypatch.setattr(torch.jit._trace, "_create_interpreter_name_lookup_fn", lambda: None)
     with (
@@ -88,6 +240,32 @@ def test_the_function_that_names_values_must_count_frames(monkeypatch):
         restored(patches.FASTER_TORCHSCRIPT.hold),
     ):
         pass
+
+
+def test_torch_checks_the_graph_before_its_translation_and_at_its_end(tmp_path, monkeypatch):
+    checked: list[set[str]] = []
+    check = torch._C._jit_pass_lint
+
+    def counted(graph: Any) -> None:
+        checked.append({node.kind() for node in graph.nodes()} - {"prim::Constant"})
+        check(graph)
+
+    monkeypatch.setattr(torch._C, "_jit_pass_lint", counted)
+    htp_export.export(small_modules(1), (torch.randn(1, 4),), tmp_path / "m.onnx", dynamo=False)
+    assert checked == [{"aten::linear", "aten::relu"}, {"onnx::Gemm", "onnx::Relu"}]
+    checked.clear()
+    torch.onnx.export(small_modules(1), (torch.randn(1, 4),), tmp_path / "m.onnx", dynamo=False)
+    assert len(checked) >= 8
+
+
+def test_a_fault_that_a_check_finds_ends_the_export(tmp_path, monkeypatch):
+    def broken(graph: Any) -> None:
+        raise RuntimeError("INTERNAL ASSERT FAILED: a node is in no list")
+
+    monkeypatch.setattr(torch._C, "_jit_pass_lint", broken)
+    with pytest.raises(RuntimeError, match="INTERNAL ASSERT FAILED"):
+        htp_export.export(small_modules(1), (torch.randn(1, 4),), tmp_path / "m.onnx", dynamo=False)
+    assert not (tmp_path / "m.onnx").exists()
 
 
 def test_a_call_has_three_steps_an_operator_one_and_the_graph_is_read_five_times(
@@ -115,7 +293,7 @@ def test_a_call_has_three_steps_an_operator_one_and_the_graph_is_read_five_times
     assert len(reads) == 5
 
 
-def test_a_module_call_adds_no_frame_and_an_export_at_most_thirteen(tmp_path):
+def test_a_module_call_adds_no_frame_and_an_export_at_most_ten(tmp_path):
     """torch walks the stack for every traced operation."""
     depths: dict[str, int] = {}
 
@@ -140,7 +318,7 @@ def test_a_module_call_adds_no_frame_and_an_export_at_most_thirteen(tmp_path):
         running_test(torch.onnx.export)
         side = "ours"
         running_test(htp_export.export)
-        assert depths["ours"] - depths["torch"] <= 13, nested
+        assert depths["ours"] - depths["torch"] <= 10, nested
 
 
 @pytest.mark.slow

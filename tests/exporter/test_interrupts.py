@@ -29,6 +29,7 @@ from htp_export.exporter.capture import (
     running,
     torch_internals,
     torchscript,
+    torchscript_patches,
 )
 from htp_export.process import restoring
 from tests.exporting import quick
@@ -40,7 +41,8 @@ SINGLE = {
     patches: {"translations_read_once", "make"},
     bodies: {"watch_bodies"},
     torch_internals: {"turn_compilation_off", "keep_autocast_cache", "run_after_hooks", "last"},
-    torchscript: {"run_trace", "returns"},
+    torchscript: {"begins_trace", "returns"},
+    torchscript_patches: {"trace"},
     pytorch_run: {"evaluating"},
 }
 FUNCTIONS = {module.__file__: None for module in WHOLE} | {
@@ -115,6 +117,7 @@ def nothing_frozen(cycles_collected: None) -> Iterator[None]:
     gc.unfreeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restoring, "_OBJECTS", 0)
+        patch.setattr(restoring, "_has_frozen_objects", lambda: gc.get_freeze_count() > 0)
         yield
     gc.freeze()
 

@@ -376,7 +376,7 @@ class TestFailures:
         place = {
             "sync": (filesystem, "sync_file"),
             "write": (htp_export.files.data_files, "write_values"),
-            "journal": (write_file, "_journal_entry"),
+            "journal": (write_file, "_plain"),
         }[where]
         monkeypatch.setattr(
             "fcntl.ioctl", lambda *_: (_ for _ in ()).throw(OSError(95, "not here"))

@@ -71,7 +71,10 @@ class CallLog:
     returned_inputs: dict[str, bool] = field(default_factory=dict)
     # call → its input and output tensors, if they were captured
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
-    _inputs: dict[int, tuple[set[int], CallTensors]] = field(default_factory=dict)
+    # running call → ids of its input tensors, its inputs, and the tensors as they were given
+    _inputs: dict[int, tuple[set[int], tuple[tuple[str, Any], ...], CallTensors]] = field(
+        default_factory=dict
+    )
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)
     _first: dict[str, int] = field(default_factory=dict)
     _chains: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -111,20 +114,17 @@ class CallLog:
         names = [name for name, _ in given.inputs]
         tensors = [tensor for _, tensor in given.inputs]
         inputs = tuple(zip(names, keys_of(tensors, key), strict=True))
-        entering = CallTensors(inputs, given.outputs, given.containers, given.numbers)
-        self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
+        self._inputs[self.stack[-1]] = set(map(id, tensors)), inputs, given
 
     def exit(self, results: list[Any], key: Callable[[Any], Any]) -> None:
         """Record the outputs and the end of the innermost call; ``key``: see `record_inputs`."""
         index = self.stack.pop()
         path = self.calls[index].path
-        input_ids, entered = self._inputs.pop(index)
+        input_ids, inputs, given = self._inputs.pop(index)
         if self.returned_inputs.get(path, True):
             self.returned_inputs[path] = all(id(tensor) in input_ids for tensor in results)
         outputs = keys_of(results, key)
-        self.call_tensors[index] = CallTensors(
-            entered.inputs, outputs, entered.containers, entered.numbers
-        )
+        self.call_tensors[index] = CallTensors(inputs, outputs, given.containers, given.numbers)
 
     def count(self, path: str) -> int:
         """The number of calls of a module."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
 from htp_export.exporter.capture.running import script_capture
-from htp_export.exporter.capture.torchscript_internals import may_have_blocks
+from htp_export.exporter.capture.torchscript_internals import may_have_blocks, plain_state
 
 
 def listed(size: str, at: str) -> Callable[[Any], Any]:
@@ -41,6 +43,30 @@ def listed(size: str, at: str) -> Callable[[Any], Any]:
     return wrap
 
 
+def ends(owner: str, node: str, size: str, at: str) -> Callable[[Any], Any]:
+    """Create the wrapper of a method that returns an iterator of the inputs or outputs of a graph or block.
+
+    They are the outputs of its first node, or the inputs of its last one: see `listed`. ``node`` is
+    the method of ``owner``, a class, that returns this node.
+    """
+
+    def wrap(original: Any) -> Any:
+        node_of = getattr(getattr(torch._C, owner), node)
+        count = getattr(torch._C.Node, size)
+        value = getattr(torch._C.Node, at)
+
+        @functools.wraps(original)
+        def values(self: Any) -> Iterator[Any]:
+            if script_capture.get() is None:
+                return original(self)  # type: ignore[no-any-return]
+            end = node_of(self)
+            return iter([value(end, place) for place in range(count(end))])
+
+        return values
+
+    return wrap
+
+
 def blocks(original: Any) -> Any:
     """Return no blocks of a node whose kind has none: see `listed`."""
 
@@ -58,18 +84,19 @@ class SignaturesOnce:
 
     def __init__(self, original: Any) -> None:
         self._original = original
-        self._found: dict[Any, inspect.Signature] = {}
+        self._found: weakref.WeakKeyDictionary[Any, inspect.Signature] = weakref.WeakKeyDictionary()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
     def signature(self, function: Any, **options: Any) -> Any:
-        """The signature of a function; functions of the exporter do not change while it runs."""
-        if options or script_capture.get() is None:
+        """The signature of a function; functions of the exporter do not change."""
+        if options or script_capture.get() is None or not inspect.isfunction(function):
             return self._original.signature(function, **options)
-        if function not in self._found:
-            self._found[function] = self._original.signature(function)
-        return self._found[function]
+        found = self._found.get(function)
+        if found is None:
+            found = self._found[function] = self._original.signature(function)
+        return found
 
 
 def name_lookup(original: Any) -> Any:
@@ -94,3 +121,111 @@ def name_lookup(original: Any) -> Any:
         return name_of
 
     return create
+
+
+def opset_once(original: Any) -> Any:
+    """Find the version of a translation once for each set of versions.
+
+    The exporter sorts the versions of a translation two or three times for each node.
+    """
+    if [*inspect.signature(original).parameters] != ["target", "registered_opsets"]:
+        raise TypeError("it does not choose among versions")
+    found: dict[tuple[int, ...], int | None] = {}
+
+    @functools.wraps(original)
+    def version(target: int, registered_opsets: Collection[int]) -> int | None:
+        if script_capture.get() is None:
+            return original(target, registered_opsets)  # type: ignore[no-any-return]
+        key = (target, *registered_opsets)
+        if key not in found:
+            found[key] = original(target, registered_opsets)
+        return found[key]
+
+    return version
+
+
+def unique_state(original: Any) -> Any:
+    """Collect the state of a model without the hooks that its modules do not have.
+
+    The exporter asks for it four times. A model with a module that saves its state in a way of its
+    own is asked in torch's way.
+    """
+    if [*inspect.signature(original).parameters] != ["module", "keep_vars"]:
+        raise TypeError("it does not collect the state of a module")
+
+    @functools.wraps(original)
+    def state(module: Any, keep_vars: bool = False) -> Any:
+        found = None if script_capture.get() is None else plain_state(module)
+        if found is None:
+            return original(module, keep_vars)
+        if keep_vars:
+            return found
+        return OrderedDict((name, tensor.detach()) for name, tensor in found.items())
+
+    return state
+
+
+def mode_kept(original: Any) -> Any:
+    """Set no module's mode that has it: the exporter sets the mode of all modules, and sets it back."""
+    if [*inspect.signature(original).parameters] != ["self", "mode"]:
+        raise TypeError("it does not set the mode of a module")
+
+    @functools.wraps(original)
+    def train(self: Any, mode: bool = True) -> Any:
+        if script_capture.get() is None or not _have_mode(self, mode):
+            return original(self, mode)
+        return self
+
+    return train
+
+
+def _have_mode(module: Any, mode: bool) -> bool:
+    """Whether a module and its descendants have a mode, and torch's own way to set it."""
+    kind = type(module)
+    plain: Any = torch.nn.Module
+    if not issubclass(kind, plain) or vars(module).get("training") is not mode:
+        return False
+    if kind.train is not plain.train or kind.__setattr__ is not plain.__setattr__:
+        return False
+    if kind.children is not plain.children or kind.named_children is not plain.named_children:
+        return False
+    children = [child for child in module._modules.values() if child is not None]
+    return all(_have_mode(child, mode) for child in children)
+
+
+class FewerChecks:
+    """``torch._C`` for the exporter, which checks its graph after ten of its passes: here twice.
+
+    The checks find faults of torch, and change nothing. The last one before the translation and the
+    last one after it are kept, at their places: a fault that an earlier one would find, they find.
+    """
+
+    def __init__(self, passes: Any) -> None:
+        for name in ("_jit_pass_lint", *self._AFTER_CHECK):
+            getattr(passes, name)
+        self._passes = passes
+        self._is_due = False
+
+    # the passes that follow the checks that are kept
+    _AFTER_CHECK = (
+        "_jit_pass_prepare_division_for_onnx",
+        "_jit_pass_onnx_graph_shape_type_inference",
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        wanted_pass = getattr(self._passes, name)
+        if name in self._AFTER_CHECK:
+            return functools.partial(self._after_check, wanted_pass)
+        return wanted_pass
+
+    def _jit_pass_lint(self, graph: Any) -> None:
+        if script_capture.get() is None:
+            self._passes._jit_pass_lint(graph)
+        else:
+            self._is_due = True
+
+    def _after_check(self, run: Callable[..., Any], graph: Any, *rest: Any) -> Any:
+        if self._is_due:
+            self._is_due = False
+            self._passes._jit_pass_lint(graph)
+        return run(graph, *rest)

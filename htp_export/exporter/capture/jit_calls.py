@@ -28,6 +28,7 @@ from htp_export.exporter.capture.torchscript_internals import (
     next_number,
     nodes_in,
     nodes_of,
+    numbers_of_graph_inputs,
     numbers_of_inputs,
     numbers_of_outputs,
     out_of_place,
@@ -127,9 +128,10 @@ class Trace:
         graph = state.graph()
         scoped = [call for call in range(len(self.log.calls)) if call not in self._unscoped]
         outermost = NO_CALL if self._has_root_scope else index
-        self.nodes = list(self._traced_nodes(graph.nodes(), outermost, scoped))
+        self.nodes = []
+        self._add_nodes(nodes_in(graph.block()), outermost, scoped)
         self._assign_between()
-        self.inputs = [value.unique() for value in graph.inputs()]
+        self.inputs = numbers_of_graph_inputs(graph)
         # raised if the tracer rejects the result: then the export fails, too
         with contextlib.suppress(RuntimeError):
             self.outputs = keys_of(
@@ -168,13 +170,8 @@ class Trace:
     def _is_number(self, *tensor: Any) -> bool:
         return is_number(self._numbers, *tensor)
 
-    def _traced_nodes(
-        self,
-        nodes: Any,
-        call: int,
-        later: list[int],
-    ) -> Iterator[TracedNode]:
-        """Every traced node except constants, in order; ``later`` are the calls of blocks to come.
+    def _add_nodes(self, nodes: Iterable[Any], call: int, later: list[int]) -> None:
+        """Add every traced node except constants, in order; ``later`` are the calls of blocks to come.
 
         The node of a module's block has the module's scope name. A block belongs to the first later
         call of that module, which is removed from ``later`` with the calls before it.
@@ -184,10 +181,10 @@ class Trace:
             if kind == "prim::TracedModuleForward":
                 inner = self._call_of_block(node.s("scope"), call, later)
                 block = next(iter(node.blocks()))  # the only one
-                yield from self._traced_nodes(nodes_in(block), inner, later)
+                self._add_nodes(nodes_in(block), inner, later)
             elif kind not in CONSTANTS:
                 numbers = numbers_of_outputs(node), numbers_of_inputs(node)
-                yield TracedNode(out_of_place(kind), call, *numbers)
+                self.nodes.append(TracedNode(out_of_place(kind), call, *numbers))
 
     def _call_of_block(self, scope: str, call: int, later: list[int]) -> int:
         for place, index in enumerate(later):

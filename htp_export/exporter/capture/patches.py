@@ -54,7 +54,9 @@ DYNAMO_ENTRY = Patches(
         dynamo_patches.call_region,
     ),
 )
-TORCHSCRIPT_ENTRY = Patches(Patch(_SCRIPT, "_export", torchscript_patches.script_export))
+TORCHSCRIPT_ENTRY = Patches(
+    Patch(_SCRIPT, "_export", torchscript_patches.script_export), lasting=True
+)
 
 MODULE_CALLS = Patches(
     Patch(
@@ -113,6 +115,7 @@ TORCHSCRIPT = Patches(
     Patch(_SCRIPT_PROTO, "_export_file", torchscript_patches.export_file),
     Patch("torch.nn", "Module._slow_forward", torchscript_patches.slow_forward),
     Patch("torch._C", "Graph._export_onnx", torchscript_patches.serialize),
+    lasting=True,
 )
 
 FASTER_TORCHSCRIPT = Patches(
@@ -120,11 +123,31 @@ FASTER_TORCHSCRIPT = Patches(
     Patch("torch._C", "Node.outputs", faster_torchscript.listed("outputsSize", "outputsAt")),
     Patch("torch._C", "Node.blocks", faster_torchscript.blocks),
     Patch(
+        "torch._C",
+        "Graph.inputs",
+        faster_torchscript.ends("Graph", "param_node", "outputsSize", "outputsAt"),
+    ),
+    Patch(
+        "torch._C",
+        "Graph.outputs",
+        faster_torchscript.ends("Graph", "return_node", "inputsSize", "inputsAt"),
+    ),
+    Patch(
         "torch.onnx._internal.torchscript_exporter.symbolic_helper",
         "inspect",
         faster_torchscript.SignaturesOnce,
     ),
     Patch("torch.jit._trace", "_create_interpreter_name_lookup_fn", faster_torchscript.name_lookup),
+    Patch("torch.jit._trace", "_unique_state_dict", faster_torchscript.unique_state),
+    Patch("torch.jit", "_unique_state_dict", faster_torchscript.unique_state),
+    Patch("torch.nn", "Module.train", faster_torchscript.mode_kept),
+    Patch(_SCRIPT, "_C", faster_torchscript.FewerChecks),
+    Patch(
+        "torch.onnx._internal.torchscript_exporter.registration",
+        "_dispatch_opset_version",
+        faster_torchscript.opset_once,
+    ),
+    lasting=True,
 )
 
 FASTER_START = Patches(

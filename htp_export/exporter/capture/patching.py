@@ -99,11 +99,15 @@ class Patches:
     """Patches that are applied together for the first user, and removed after the last one.
 
     ``optional``: one that cannot be applied is left out.
+    ``lasting``: the wrappers have no state of one export, and are used again for the next one.
     """
 
-    def __init__(self, *patches: Patch, optional: bool = False) -> None:
+    def __init__(self, *patches: Patch, optional: bool = False, lasting: bool = False) -> None:
         self.patches = patches
         self._optional = optional
+        self._lasting = lasting
+        # place → the function there when it was last replaced, and its wrapper
+        self._wrappers: dict[Patch, tuple[Any, Any]] = {}
         self._mutex = Mutex()
         self._users: set[object] = set()
         self._changes = Changes(shared=True)
@@ -129,6 +133,14 @@ class Patches:
         if not self._users:
             self._changes.take_back()
 
+    def _wrapper(self, patch: Patch, original: Any) -> Any:
+        wrapped, wrapper = self._wrappers.get(patch, (None, None))
+        if wrapped is not original:
+            wrapper = patch.wrap(original)
+            if self._lasting:
+                self._wrappers[patch] = original, wrapper
+        return wrapper
+
     def _put_in(self) -> None:
         """Apply all of them, or none, or those that can be applied; after an interrupt, `_leave` removes the rest."""
         for patch in self.patches:
@@ -144,7 +156,7 @@ class Patches:
         owner, name, original = patch.find()
         own = vars(owner).get(name, original)  # getattr unwraps a static method
         try:
-            wrapper = patch.wrap(original)
+            wrapper = self._wrapper(patch, original)
             # raises if the attribute cannot be set: then there is nothing to undo
             setattr(owner, name, own)
         except Exception as error:

@@ -404,9 +404,14 @@ def keep_autocast_cache(changes: Changes) -> None:
 
 def has_hooks(module: Any) -> bool:
     """Whether a module has forward hooks, of its own or of all modules."""
-    from torch.nn.modules import module as modules
+    return bool(module._forward_hooks or _modules()._global_forward_hooks)
 
-    return bool(module._forward_hooks or modules._global_forward_hooks)
+
+@functools.cache
+def _modules() -> Any:
+    from torch.nn.modules import module
+
+    return module
 
 
 def run_after_hooks(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import onnx
@@ -39,6 +40,7 @@ from htp_export.exporter.model_lines import line_of_range
 from htp_export.files.protobuf_bytes import SerializedModel, subgraph_protos
 from htp_export.format.recipes import Recipe
 from htp_export.format.torch_metadata import traced_line
+from htp_export.process.restoring import Changes
 
 
 @dataclass
@@ -87,17 +89,15 @@ class TorchScriptCapture(Guarded):
 
     # --- while the model runs -----------------------------------------------------------------
 
-    def run_trace(self, run: Callable[[Any, Any], Any], model: Any, formatted: Any) -> Any:
-        """Trace the model with the call that `RootCalls` chooses."""
+    def begins_trace(self, model: Any, formatted: Any) -> tuple[Any, Changes]:
+        """Choose the call of the model: see `RootCalls`.
+
+        Returns the arguments that become inputs of the trace, and changes to be undone at its end.
+        """
         traced = self.root.choose(model, formatted)
         changes = self.changes.inner()
-        try:
-            keep_autocast_cache(changes)
-            result = run(model, traced)
-        finally:
-            changes.take_back()
-        self.root.traced()
-        return result
+        keep_autocast_cache(changes)
+        return traced, changes
 
     def called(self, call: RootCall, arguments: tuple[Any, ...]) -> None:
         """Record that the model's ``forward`` begins, and which arguments replace numbers."""
@@ -137,7 +137,7 @@ class TorchScriptCapture(Guarded):
 
     def traced(self, graph: Any) -> None:
         """Record the graph as it was traced."""
-        self._user_inputs = len(list(graph.inputs())) - len(self._state)
+        self._user_inputs = graph.param_node().outputsSize() - len(self._state)
         reading = read(graph, self._user_inputs)
         inputs = (*reading.inputs, *reading.parameters)
         self._set_first(reading, dict(zip(self.trace.inputs, inputs, strict=False)))
@@ -149,7 +149,7 @@ class TorchScriptCapture(Guarded):
         """
         if self._first or not self.trace.nodes:
             return
-        self._user_inputs = len(list(graph.inputs())) - len(parameters)
+        self._user_inputs = graph.param_node().outputsSize() - len(parameters)
         reading = read(graph, self._user_inputs)
         # The first input of the trace is the module, whose method is traced.
         self._set_first(reading, dict(zip(self.trace.inputs[1:], reading.inputs, strict=False)))
@@ -329,11 +329,18 @@ class TorchScriptCapture(Guarded):
 
 def _sources(graph: Any) -> Iterator[tuple[str, str]]:
     """Name of a node's first output → the line of the model's code that created the node."""
+
+    @cache
+    def source(stack: str) -> str | None:
+        line = line_of_range(stack, [__file__])
+        return None if line is None else traced_line(line)
+
     for node in nodes_of(graph):
         if node.outputsSize():
-            line = line_of_range(source_range(node), [__file__])
+            # layers in a loop have equal stacks
+            line = source(source_range(node))
             if line is not None:
-                yield node.outputsAt(0).debugName(), traced_line(line)
+                yield node.outputsAt(0).debugName(), line
 
 
 def _node_of(proto: onnx.NodeProto) -> Node:

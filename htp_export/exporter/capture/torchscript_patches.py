@@ -10,7 +10,7 @@ from typing import Any
 from htp_export.exporter.capture import torchscript_internals
 from htp_export.exporter.capture.calls import CallTensors
 from htp_export.exporter.capture.patching import replacing
-from htp_export.exporter.capture.running import script_capture, wanted
+from htp_export.exporter.capture.running import alone, script_capture, wanted
 from htp_export.exporter.capture.saving import KeptWeights, empty_weights, kept_weights, write
 
 
@@ -26,7 +26,7 @@ def script_export(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*args, **kwargs).arguments
         run = functools.partial(original, *args, **kwargs)
         named = bool(bound.get("input_names"))
-        return active.torchscript(run, bound["model"], bound["args"], named)
+        return alone(active.torchscript(run, bound["model"], bound["args"], named))
 
     return wrapper
 
@@ -95,15 +95,20 @@ def traced(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(original)
-    def wrapper(model: Any, args: Any) -> Any:
+    def trace(model: Any, args: Any) -> Any:
         capture = script_capture.get()
         if capture is None:
             return original(model, args)
-        result = capture.run_trace(original, model, args)
+        inputs, changes = capture.begins_trace(model, args)
+        try:
+            result = original(model, inputs)
+        finally:
+            changes.take_back()
+        capture.root.traced()
         capture.step("reading the traced graph", capture.traced, result[0])
         return result
 
-    return wrapper
+    return trace
 
 
 @replacing
