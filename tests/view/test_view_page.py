@@ -639,6 +639,18 @@ def test_a_link_shows_a_layer(page, encoder_page, fragment):
     assert shown(page) == ["(root)", "embeddings", "words", "Gather node_found"]
 
 
+def test_a_link_to_a_search_of_the_graph_fills_its_field(page, encoder_page):
+    go(page, encoder_page, "#tab=graph&search=op:Gelu")
+    field = "document.getElementById('graph-search').value"
+    assert page.run(field) == "op:Gelu"
+    assert page.run("document.getElementById('graph-found').innerText").endswith("found")
+    assert page.run("document.getElementById('search').value") == ""
+    assert at(page) == "#tab=graph&search=op:Gelu"
+    page.run("location.hash = '#search=op:Gelu'")
+    page.wait("document.getElementById('search').value === 'op:Gelu'")
+    assert page.run(field) == ""
+
+
 def test_a_link_to_what_is_not_there_shows_the_whole(page, encoder_page):
     for fragment in ("#module=nowhere", "#tab=%E0%A4%A", "#node=%23999&tab=<b>"):
         go(page, encoder_page, fragment)

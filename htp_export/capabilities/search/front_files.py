@@ -25,7 +25,7 @@ from htp_export.capabilities.search.search_results import (
     search_from,
     value_column,
 )
-from htp_export.errors import InputError
+from htp_export.errors import FileError, InputError
 from htp_export.files.filesystem import is_plain_file
 from htp_export.files.folders import check_folder
 from htp_export.files.text_files import named_if_unwritable, read_json
@@ -47,7 +47,10 @@ _STYLE = "font-family:sans-serif;font-size:12px"
 
 
 def check_plans(folder: Path) -> None:
-    """Raise an error for a folder that cannot be written, or contains other files."""
+    """Raise an error for a folder that cannot be written, contains other files, or has the name of a model."""
+    if folder.suffix == ".onnx":
+        problem = "is the name of a model, and a search writes a folder of plans; name a folder"
+        raise FileError(folder, f"{problem}, and quantize writes the model of a plan")
     check_folder(folder, "a search", _files_of_earlier(folder).__contains__)
 
 

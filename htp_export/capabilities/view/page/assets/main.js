@@ -113,7 +113,8 @@
     if (item?.kind === "node") state.set("node", nameOf.get(item));
     else if (item?.kind === "fold") state.set("modules", item.path);
     else if (item?.path) state.set("module", item.path);
-    if (byId("search").value.trim()) state.set("search", byId("search").value.trim());
+    const sought = byId(tab === "graph" ? "graph-search" : "search").value.trim();
+    if (sought) state.set("search", sought);
     const text = state.toString();
     if (text === location.hash.slice(1)) return;
     try {
@@ -133,13 +134,17 @@
     const first = htp.byPath.get(state.get("modules"));
     const item = plain ?? named.get(state.get("node")) ?? (first && (htp.table.foldOf(first) ?? first)) ?? module ?? htp.root;
     htp.select(item);
-    byId("search").value = state.get("search") ?? "";
+    const shown = TABS.includes(state.get("tab")) ? state.get("tab") : "modules";
+    const sought = state.get("search") ?? "";
+    byId("search").value = shown === "graph" ? "" : sought;
+    byId("graph-search").value = shown === "graph" ? sought : "";
     htp.table.look();
-    htp.tab(TABS.includes(state.get("tab")) ? state.get("tab") : "modules");
+    htp.tab(shown);
+    byId("graph-search").dispatchEvent(new Event("input"));
     begun = true;
   }
   htp.listeners.push(remember);
-  byId("search").addEventListener("input", remember);
+  for (const field of ["search", "graph-search"]) byId(field).addEventListener("input", remember);
   window.addEventListener("hashchange", restore);
   restore();
   byId("table").focus();
