@@ -188,12 +188,19 @@ def chosen_tensors(
 
     Raises:
         SelectorError: If a selector matches nothing, or everything is excluded.
-        InputError: If a tensor is not in the file; the message has the reason, and a remedy.
+        InputError: If the tensor of a place of one module is not in the file, or none of them all;
+            the message has the reason, and a remedy. Of a place of several modules, those that are
+            not in the file have their ``problem``.
     """
     chosen: dict[ModuleTensor, None] = {}
+    needed = set[ModuleTensor]()
     for place in places:
-        if not place.excludes:
-            chosen.update(dict.fromkeys(_selected(place, paths_of, tensors)))
+        if place.excludes:
+            continue
+        selected = list(_selected(place, paths_of, tensors))
+        chosen.update(dict.fromkeys(selected))
+        if len({tensor.path for tensor in selected}) == 1:
+            needed.update(selected)
     for place in places:
         if not place.excludes:
             continue
@@ -204,8 +211,9 @@ def chosen_tensors(
     if not chosen:
         texts = ", ".join(place.text for place in places)
         raise SelectorError(texts, "excludes every tensor that it selects")
+    has_any = any(not tensor.problem for tensor in chosen)
     for tensor in chosen:
-        if tensor.problem:
+        if tensor.problem and (tensor in needed or not has_any):
             raise InputError(f"{tensor.place}: {tensor.problem}")
     return list(chosen)
 

@@ -235,10 +235,13 @@ class TaggedModel:
     def select_tensors(self, patterns: str | Sequence[str]) -> list[ModuleTensor]:
         """The tensors that a selector names, ``encoder.layer.*:out``; see ``docs/taps.md``.
 
+        Of several modules, those whose tensor is not in the file have the reason as ``problem``.
+
         Raises:
             SelectorError: If the selector cannot be read, or a part of it matches no module, call
                 or tensor.
-            InputError: If a tensor is not in the file; the message has the reason and a remedy.
+            InputError: If the tensor of one module is not in the file, or those of all; the message
+                has the reason and a remedy.
             UntaggedModelError: If the model has no exact tags.
         """
         self.require_exact_tags()

@@ -263,6 +263,21 @@ def test_a_place_that_is_not_there_is_refused_with_what_to_do(
         htp_export.untap(net[1], "h")
 
 
+@BOTH
+def test_of_many_modules_those_without_a_tensor_are_named_and_the_rest_is_tapped(
+    exporter, shared_files
+):
+    file = shared_files.net("conv_bn_relu", exporter)
+    tagged = htp_export.load(file)
+    # the convolution has no result of its own: the one of its normalization is computed at once
+    assert tagged.hierarchy["0"].fused_with == ("1",)
+    tapped = htp_export.tap(file, "**:out")
+    assert [each.name for each in tapped.tensors] == [".:out", "1:out", "2:out", "3:out"]
+    assert "not in the file: 0:out (it was merged with '1'" in tapped.summary
+    with pytest.raises(InputError, match="0:out: it was merged with '1'"):
+        htp_export.tap(file, "0:out")
+
+
 def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_before_stays(
     shared_files, tmp_path
 ):

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.capabilities.tap.tapping import Places, Tapped, TappedTensor, named_places, written
+from htp_export.capabilities.tap.tapping import (
+    Places,
+    Tapped,
+    TappedTensor,
+    absent,
+    named_places,
+    written,
+)
 from htp_export.editing.edit import Edit
 from htp_export.editing.flattening import read_for_change
 from htp_export.editing.hooks import Hooks
@@ -70,10 +77,12 @@ def steer(
     tagged = read_for_change(model)
     had_map = tags.MAP in tagged.model.metadata_props
     wanted = named_places(tagged, places, ".steer")
+    missing = absent(tagged, places)
     with Edit(tagged) as edit:
         steering = _Steering(edit)
         added = [steering.add(name, tensors) for name, tensors in wanted.items()]
-    summary = f"{many(len(added), 'optional input')} added; without them, the model computes what it did before"
+    count = many(len(added), "optional input")
+    summary = f"{count} added; without them, the model computes what it did before{missing}"
     return written(tagged, added, summary, output, had_map=had_map, share_weights=share_weights)
 
 

@@ -28,6 +28,7 @@ from htp_export.reporting.columns import Column, many
 from htp_export.reporting.result import Table
 
 _MOST_AXES = 64  # as in numpy
+_MOST_NAMED = 5  # tensors in a line
 
 Places: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 """A selector of tensors, ``encoder.layer.*:out``; or name → selector."""
@@ -145,7 +146,7 @@ def tap(
     _check_joins(wanted, given=isinstance(places, Mapping), joins=concat is not None)
     taps = dict(tagged.taps)
     added = list[TappedTensor]()
-    others = _untapped(tagged, wanted)
+    others, missing = _untapped(tagged, wanted), absent(tagged, places)
     with Edit(tagged) as edit:
         # All tensors are lifted before outputs are added.
         sources = {}
@@ -166,7 +167,7 @@ def tap(
             taps[name] = Tap(tuple(tensor.place for tensor in tensors), tuple(created))
             added.append(TappedTensor.of(result, tensors))
     write_taps(tagged.model.metadata_props, taps)
-    summary = f"{many(len(added), 'output')} added{others}"
+    summary = f"{many(len(added), 'output')} added{others}{missing}"
     return written(tagged, added, summary, output, had_map=had_map, share_weights=share_weights)
 
 
@@ -243,12 +244,19 @@ def named_places(
     """Name → the tensors of its places; the default name is the place with the suffix.
 
     Raises:
-        InputError: There is no place, or a name is already used.
+        InputError: There is no place, a name is already used, or a named tensor is not in the file.
     """
     if isinstance(places, Mapping):
         wanted = {str(name): tagged.select_tensors(selector) for name, selector in places.items()}
+        for tensor in chain.from_iterable(wanted.values()):
+            if tensor.problem:
+                raise InputError(f"{tensor.place}: {tensor.problem}")
     else:
-        wanted = {f"{tensor.place}{suffix}": [tensor] for tensor in tagged.select_tensors(places)}
+        wanted = {
+            f"{tensor.place}{suffix}": [tensor]
+            for tensor in tagged.select_tensors(places)
+            if not tensor.problem
+        }
     if not wanted:
         raise InputError("no place is given; give 'PATH:out'")
     outputs = {value.name for value in tagged.model.graph.outputs}
@@ -257,6 +265,18 @@ def named_places(
             taken = "an output" if name in outputs else "a tensor"
             raise InputError(f"the model has {taken} {name!r} already; give another name")
     return wanted
+
+
+def absent(tagged: TaggedModel, places: Places) -> str:
+    """The selected tensors that are not in the file, with the reason of the first; empty without one."""
+    if isinstance(places, Mapping):
+        return ""
+    tensors = [tensor for tensor in tagged.select_tensors(places) if tensor.problem]
+    if not tensors:
+        return ""
+    listed = ", ".join(tensor.place for tensor in tensors[:_MOST_NAMED])
+    more = f" and {len(tensors) - _MOST_NAMED} more" if len(tensors) > _MOST_NAMED else ""
+    return f"; not in the file: {listed}{more} ({tensors[0].problem})"
 
 
 def _untapped(tagged: TaggedModel, wanted: Mapping[str, Sequence[ModuleTensor]]) -> str:
