@@ -88,16 +88,17 @@ class ModuleInfo:
     ) -> ModuleInfo:
         """Return the module with results of an export; arguments that are None are unchanged.
 
-        In a fifth of the time of ``replace``, which an export calls for every module.
+        In half the time of ``replace``, which an export calls for every module.
         """
-        module = object.__new__(ModuleInfo)
-        fields = vars(module)
-        fields.update(vars(self), calls=calls)
-        if fate is not None:
-            fields["fate"] = fate
-        if fused_with is not None:
-            fields["fused_with"] = fused_with
-        return module
+        return ModuleInfo(
+            self.path,
+            self.class_name,
+            calls,
+            self.fate if fate is None else fate,
+            self.fused_with if fused_with is None else fused_with,
+            self.torch_name,
+            self.synthetic,
+        )
 
     def counted(self, calls: int) -> ModuleInfo:
         """Return the module with another number of calls; its fate becomes ``uncalled`` if that is 0 now."""
