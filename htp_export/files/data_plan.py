@@ -8,6 +8,7 @@ to detect that the model or a data file was replaced or copied without the other
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -268,13 +269,15 @@ def describe_own(
     size = file.stat().st_size
     serial = _serial(file, places, size)
     note: dict[str, Any] = {"size": size, "serial": serial, "tensors": layout_of(places)}
-    if replaced is None or not replaced.is_file() or replaced.stat().st_size < size:
+    if replaced is None or not replaced.is_file():
         return note
-    if _is_described(replaced, note, places):
-        offset = _first_difference(file, replaced)
-        if offset is not None:
-            note["serial"] = _serial(file, places, size, offset)
-            note["differs"] = offset
+    offset = None
+    with contextlib.suppress(FileNotFoundError):  # another process may replace it at any time
+        if replaced.stat().st_size >= size and _is_described(replaced, note, places):
+            offset = _first_difference(file, replaced)
+    if offset is not None:
+        note["serial"] = _serial(file, places, size, offset)
+        note["differs"] = offset
     return note
 
 

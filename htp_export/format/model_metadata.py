@@ -77,14 +77,13 @@ def write_assumed(metadata: MutableMapping[str, str], assumed: Mapping[str, floa
     _write(metadata, tags.ASSUMED, assumed)
 
 
-def read_assumed(metadata: Mapping[str, str]) -> dict[str, float]:
+def assumed_from_json(text: str) -> dict[str, float]:
     """Return parameter → the number that all of its elements have to be; a ValueError if invalid.
 
     Examples:
-        >>> read_assumed({"htp.assumed": '{"fc.bias":0.0}'}), read_assumed({})
-        ({'fc.bias': 0.0}, {})
+        >>> assumed_from_json('{"fc.bias":0}')
+        {'fc.bias': 0.0}
     """
-    text = metadata.get(tags.ASSUMED, "{}")
     numbers = tags.json_object(tags.ASSUMED, text, "parameters and numbers", (int, float))
     return {name: float(number) for name, number in numbers.items()}
 

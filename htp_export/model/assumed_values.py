@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.errors import FileError
+from htp_export.errors import FileError, InputError
 from htp_export.format import tags
-from htp_export.format.model_metadata import read_assumed, write_assumed
+from htp_export.format.model_metadata import assumed_from_json, write_assumed
 from htp_export.format.parameters import declared, parameters_from_json
 from htp_export.format.recipes import Recipe, is_layout, parameters_in, steps_in
 from htp_export.model.recipes import recipe_of
@@ -46,7 +46,11 @@ class ReadParameters:
         and those that serve their shape alone may go.
         """
         left = _read(model)
-        assumed = read_assumed(model.metadata_props)
+        text = model.metadata_props.get(tags.ASSUMED, "{}")
+        try:
+            assumed = assumed_from_json(text)
+        except ValueError as error:
+            raise InputError(f"the model has metadata that are not valid: {error}") from error
         for name, tensor in self._tensors.items():
             number = None if name in left or tensor is None else only_number(tensor)
             if number is not None:

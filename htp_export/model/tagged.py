@@ -28,7 +28,7 @@ from htp_export.format import selectors, tags
 from htp_export.format.bounds import number_in
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.model_metadata import Tap, taps_from_json
+from htp_export.format.model_metadata import Tap, assumed_from_json, taps_from_json
 from htp_export.format.parameters import (
     Declared,
     ModuleParameters,
@@ -265,6 +265,11 @@ class TaggedModel:
     def results(self) -> list[ir.Value]:
         """The tensors that the model returns: the outputs of the graph, without taps."""
         return [value for value in self.model.graph.outputs if value.name not in self.taps]
+
+    @property
+    def assumed(self) -> Mapping[str, float]:
+        """Parameter that an optimiser removed with its value → this value, of all of its elements."""
+        return self._read(tags.ASSUMED, assumed_from_json) or {}
 
     @cached_property
     def parameters(self) -> Mapping[str, ModuleParameters] | None:

@@ -11,7 +11,6 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError, nearest_names
 from htp_export.files.data_files import DataTensor
-from htp_export.format.model_metadata import read_assumed
 from htp_export.format.parameters import Declared
 from htp_export.format.recipes import Recipe, is_layout, operands_of, parameters_in
 from htp_export.model.assumed_values import only_number
@@ -54,7 +53,7 @@ class Needed:
         # of a part of the model, those of its modules
         assumed = {
             name: number
-            for name, number in read_assumed(tagged.model.metadata_props).items()
+            for name, number in tagged.assumed.items()
             if name.rpartition(".")[0] in modules
         }
         return cls(recipes, tuple(names), _kinds(recipes), declared, modules, assumed)

@@ -62,6 +62,7 @@ MODELS: dict[str, Any] = {
         "second": {"weight": "first.weight"},
     },
     tags.FROZEN: {"first": ["weight"]},
+    tags.ASSUMED: {"first.bias": 0.0},
     tags.CALIBRATIONS: {
         "version": 1,
         "calibrations": [

@@ -242,16 +242,23 @@ def test_an_inner_tensor_that_has_an_arguments_name_gets_another():
     onnx.checker.check_model(ir.to_proto(result.model))
 
 
-def test_a_fused_module_says_which_to_take_instead(shared_files, tmp_path):
-    file = shared_files.net("conv_bn_relu", "dynamo")
-    fused = next(
-        path for path, info in htp_export.load(file).hierarchy.items() if info.fate == "fused"
-    )
-    with pytest.raises(InputError, match=rf"{fused}.* was fused with .* instead") as error:
-        htp_export.extract(file, fused, tmp_path / "part.onnx")
+def test_a_fused_module_says_which_to_take_instead(tmp_path):
+    def block():
+        return nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
+
+    net = spread(nn.Sequential(block(), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))).eval()
+    given = torch.randn(1, 3, 4, 4)
+    htp_export.export(net, (given,), tmp_path / "net.onnx", dynamo=True, verbose=False)
+    with pytest.raises(InputError, match=r"'0.0' was fused with '0.1'.* take '0' instead"):
+        htp_export.extract(tmp_path / "net.onnx", "0.0", tmp_path / "part.onnx")
     assert not (tmp_path / "part.onnx").exists()
-    instead = str(error.value).split("take ")[1].split("'")[1]
-    assert htp_export.extract(file, instead).nodes > 0
+    assert htp_export.extract(tmp_path / "net.onnx", "0").nodes > 0
+    # only the whole model is around this one
+    with pytest.raises(InputError, match=r"'1' was fused with '2'.*optimize=False"):
+        htp_export.extract(tmp_path / "net.onnx", "1", tmp_path / "part.onnx")
+    plain = tmp_path / "plain.onnx"
+    htp_export.export(net, (given,), plain, dynamo=True, optimize=False, verbose=False)
+    assert htp_export.extract(plain, "1").nodes > 0
 
 
 @pytest.mark.parametrize(

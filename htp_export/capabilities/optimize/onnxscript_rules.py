@@ -21,6 +21,7 @@ from htp_export.errors import HtpExportError, described
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import all_values
 from htp_export.process.forking import Mutex
+from htp_export.process.restoring import Changes, restored, set_attribute
 from htp_export.shapes.schemas import is_written_as, misfit
 
 MOST = 64
@@ -73,7 +74,7 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
 
     matcher, rule = pattern.SimplePatternMatcher, pattern.RewriteRule
     folder = _constant_folding.FoldConstantsPass
-    with _ONE_AT_A_TIME.lock, contextlib.ExitStack() as until:
+    with _ONE_AT_A_TIME.lock:
         originals = _Originals(
             matcher.match, matcher._match_constant, rule.try_rewrite, folder.process_node
         )
@@ -86,11 +87,14 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
             (shape_inference, "_merge_func", _set_inferred),
             (_core, "fuse_skip_layer_normalization", lambda model, debug=False: 0),
         ]
-        for owner, name, changed in patches:
-            original = getattr(owner, name)
-            until.callback(setattr, owner, name, original)
-            setattr(owner, name, _in_this_thread(changed, original))
-        yield changes.unhandled
+
+        def put_in(until: Changes) -> None:
+            for owner, name, changed in patches:
+                original = getattr(owner, name)
+                set_attribute(until, owner, name, _in_this_thread(changed, original))
+
+        with restored(put_in):
+            yield changes.unhandled
     _release(changes.unfinished)
     if changes.crowded:
         node, *others = changes.crowded
