@@ -202,19 +202,17 @@ def chosen_tensors(
         if len({tensor.path for tensor in selected}) == 1:
             needed.update(selected)
     for place in places:
-        if not place.excludes:
-            continue
-        paths = {*paths_of(place.modules)}
-        for tensor in list(chosen):
-            if tensor.path in paths and _is_at(tensor, place):
+        if place.excludes:
+            paths = {*paths_of(place.modules)}
+            for tensor in [each for each in chosen if each.path in paths and _is_at(each, place)]:
                 del chosen[tensor]
     if not chosen:
         texts = ", ".join(place.text for place in places)
         raise SelectorError(texts, "excludes every tensor that it selects")
-    has_any = any(not tensor.problem for tensor in chosen)
-    for tensor in chosen:
-        if tensor.problem and (tensor in needed or not has_any):
-            raise InputError(f"{tensor.place}: {tensor.problem}")
+    absent = [tensor for tensor in chosen if tensor.problem]
+    refused = absent if len(absent) == len(chosen) else [each for each in absent if each in needed]
+    if refused:
+        raise InputError(f"{refused[0].place}: {refused[0].problem}")
     return list(chosen)
 
 

@@ -155,15 +155,9 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
         else:
             tensors[name] = converted(tensor, wanted)
             casts[tensor.dtype, wanted] = casts.get((tensor.dtype, wanted), 0) + 1
-    for name, number in needed.assumed.items():
-        origin = origin_of.get(name) or _of_tied(origin_of, needed, name)
-        if origin is None:
-            missing.append(name)
-        elif only_number(entries.tensors[origin]) != number:
-            unfit[name] = (
-                f"was {number:g} everywhere at the export, so that an optimiser removed it from the graph: "
-                "bind the file before that, or export the new weights"
-            )
+    lost, changed = _assumed(entries, origin_of, needed)
+    missing += lost
+    unfit |= changed
     known = {*needed.names, *needed.declared}
     unexpected = tuple(
         name
@@ -175,6 +169,24 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
     for (kind, wanted), count in casts.items():
         notes.append(f"{count} entries are converted from {kind.name} to {wanted.name}")
     return Fitted(tensors, origins, tuple(missing), unexpected, unfit, tuple(notes))
+
+
+def _assumed(
+    entries: StateEntries, origin_of: Mapping[str, str], needed: Needed
+) -> tuple[list[str], dict[str, str]]:
+    """Return the parameters with an assumed value that are missing, and why others do not fit."""
+    missing: list[str] = []
+    unfit: dict[str, str] = {}
+    for name, number in needed.assumed.items():
+        origin = origin_of.get(name) or _of_tied(origin_of, needed, name)
+        if origin is None:
+            missing.append(name)
+        elif only_number(entries.tensors[origin]) != number:
+            unfit[name] = (
+                f"was {number:g} everywhere at the export, so that an optimiser removed it from the graph: "
+                "bind the file before that, or export the new weights"
+            )
+    return missing, unfit
 
 
 def _usual(kind: ir.DataType) -> ir.DataType:
