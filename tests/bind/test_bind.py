@@ -329,6 +329,8 @@ def test_a_bias_that_an_optimiser_removed_because_it_was_zero_is_named(optimizer
     with pytest.raises(InputError, match=r"'0.bias' was 0 everywhere at the export"):
         htp_export.bind(tmp_path / "small.onnx", state)
     assert "0.bias" in htp_export.bind(tmp_path / "small.onnx", state, strict=False).unbound
+    with pytest.raises(InputError, match=r"'0.bias' was 0 everywhere at the export"):
+        htp_export.quantize(tmp_path / "small.onnx", {"2": "int4"}, weights=state)
     still_zero = {**state, "0.bias": torch.zeros(8)}
     assert htp_export.bind(tmp_path / "small.onnx", still_zero).unbound == {}
 

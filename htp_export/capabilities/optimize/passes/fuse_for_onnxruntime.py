@@ -59,7 +59,7 @@ class FuseForOnnxruntime(LibraryPass):
             _hidden(model, [*hidden, *growing]),
             changed_rules() as unhandled,
         ):
-            present = {name: value.const_value for name, value in model.graph.initializers.items()}
+            present = _contents(model.graph)
             computed = recipes_of_computed(model.graph)
             rewritten, _ = optimize_for_ort(model)
         # The rules lose registrations, names of results, recipes, types and versions.
@@ -69,13 +69,23 @@ class FuseForOnnxruntime(LibraryPass):
         _write_batch_transposes(rewritten)
         _complete(rewritten)
         left = {str(node.name): why for node, why in unhandled.items() if node.graph is not None}
-        is_same = Snapshot(rewritten).equals(before) and _contents(rewritten.graph) == stored
+        is_same = Snapshot(rewritten).equals(before) and _hold_the_same(
+            stored, _contents(rewritten.graph)
+        )
         return LibraryResult(rewritten, not is_same, left)
 
 
-def _contents(graph: ir.Graph) -> dict[str, int]:
-    """Initializer → the identity of its tensor."""
-    return {name: id(value.const_value) for name, value in graph.initializers.items()}
+_Contents = dict[str, ir.TensorProtocol | None]
+
+
+def _contents(graph: ir.Graph) -> _Contents:
+    """Initializer → its tensor."""
+    return {name: value.const_value for name, value in graph.initializers.items()}
+
+
+def _hold_the_same(before: _Contents, after: _Contents) -> bool:
+    """Whether two graphs have the same initializers with the same tensor objects."""
+    return before.keys() == after.keys() and all(before[name] is after[name] for name in before)
 
 
 def _is_unsound(node: ir.Node) -> bool:

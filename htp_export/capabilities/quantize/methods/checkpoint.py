@@ -233,6 +233,9 @@ class LoadedWeights:
         absent = next((name for name in self.fitted.missing if name in declared), None)
         if absent is not None:
             raise InputError(f"{self.source} has no {absent!r}, that the file was exported from")
+        for name in copy.assumed:
+            if name in self.fitted.unfit:
+                raise InputError(f"{self.source}: {name!r} {self.fitted.unfit[name]}")
         made = rebuilt(copy, self.fitted.tensors, self.fitted.unfit)
         for value, why in made.unknown.items():
             names = set(parameters_in(recipe_of(value)))
