@@ -56,7 +56,7 @@ def test_a_file_is_the_same_as_itself():
     assert set(statuses(found).values()) == {"same"}
     assert (
         str(found)
-        == "no difference in 9 modules\nboth: every node has a module: 8 captured at export"
+        == "no difference in 9 modules; values of weights are not compared\nboth: every node has a module: 8 captured at export"
     )
 
 
@@ -236,7 +236,10 @@ def test_the_command(tmp_path, capsys):
     assert main(["diff", *paths, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["counts"] == {"same": 6, "changed": 3}
     assert main(["diff", paths[0], paths[0], "--only-changed"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "no difference in 9 modules"
+    assert (
+        capsys.readouterr().out.splitlines()[0]
+        == "no difference in 9 modules; values of weights are not compared"
+    )
 
 
 def test_a_file_without_tags_is_the_same_graph():

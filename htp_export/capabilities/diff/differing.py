@@ -224,7 +224,8 @@ class ModelDifference(Result):
     def summary(self) -> str:
         """The number of modules by status, in one line."""
         if self.same:
-            return f"no difference in {many(len(self.modules), 'module')}"
+            modules = many(len(self.modules), "module")
+            return f"no difference in {modules}; values of weights are not compared"
         counted = ", ".join(f"{count} {status}" for status, count in self.counts.items())
         if self.unrelated:
             counted += "; no module is in both: these are files of different models"
