@@ -88,7 +88,8 @@ class TagFacts:
         if self.source == "none":
             return (
                 "This file has no module tags. "
-                "Export it with htp_export.export(...) in place of torch.onnx.export(...)."
+                "Export it with htp_export.export(...) in place of torch.onnx.export(...), "
+                "or tag it with htp_export.carry(model, file)."
             )
         if self.source == "torch":
             return (

@@ -91,7 +91,8 @@ def test_an_untagged_file_has_a_table_and_says_how_to_tag_it(bare, tmp_path, cap
     onnx.save(model, plain)
     assert main(["cost", str(plain)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "This file has no module tags. Export it with htp-export export." in said
+    advice = "Export it with htp-export export, or tag it with htp-export carry MODEL FILE -o OUT."
+    assert f"This file has no module tags. {advice}" in said
 
 
 def test_nodes_of_no_module_are_counted():
