@@ -178,8 +178,8 @@ def test_repeated_work_of_torch_is_done_once(monkeypatch):
     saved, torchs = (work(monkeypatch, hurries=hurries) for hurries in (True, False))
     operators = 2 * PAIRS
     inputs = 2 * PAIRS + 1  # a weight and a bias each
-    assert torchs["_immutable_dict"] >= 3 * inputs
-    assert saved["_immutable_dict"] <= torchs["_immutable_dict"] - 3 * inputs + 3
+    # torch 2.13 and older list all parameters three more times for each input
+    assert saved["_immutable_dict"] <= max(inputs, torchs["_immutable_dict"] - 3 * inputs + 3)
     assert saved["_is_call_name"] == 0
     assert torchs["_extract_symbolized_tb"] >= operators
     assert saved["_extract_symbolized_tb"] == 0
