@@ -185,26 +185,44 @@ def call_text(name: str, function: Callable[..., Any], arguments: Mapping[str, A
         >>> call_text("draw", draw, {"model": "net.onnx", "outputs": ("a.html",), "size": 2})
         'draw("net.onnx", "a.html", size=2)'
     """
-    texts: list[str] = []
+    given: list[tuple[str, Any]] = []  # the beginning of each argument, and its value
     is_positional = True
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             options = arguments.get(parameter.name, {})
-            texts += [f"{key}={text_of(value)}" for key, value in options.items()]
+            given += [(f"{key}=", value) for key, value in options.items()]
             continue
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            texts += map(text_of, arguments.get(parameter.name, ()))
+            given += [("", value) for value in arguments.get(parameter.name, ())]
             continue
         value = arguments.get(parameter.name, parameter.default)
         if parameter.name not in arguments or _is_default(value, parameter):
             is_positional = False
             continue
         is_positional = is_positional and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
-        texts.append(text_of(value) if is_positional else f"{parameter.name}={text_of(value)}")
+        given.append(("" if is_positional else f"{parameter.name}=", value))
+    texts = [beginning + text_of(value) for beginning, value in given]
     line = f"{name}({', '.join(texts)})"
     if len(line) <= _LONGEST_LINE:
         return line
-    return "\n".join([f"{name}(", *(f"    {text}," for text in texts), ")"])
+    lines = [f"{name}("]
+    for text, (beginning, value) in zip(texts, given, strict=True):
+        is_long = len(f"    {text},") > _LONGEST_LINE
+        lines.append(f"    {beginning + _on_lines(value) if is_long else text},")
+    return "\n".join([*lines, ")"])
+
+
+def _on_lines(value: Any) -> str:
+    """A value as Python, with a line for each entry of a mapping or list."""
+    if isinstance(value, Mapping):
+        entries = [f"{text_of(key)}: {text_of(each)}" for key, each in value.items()]
+        brackets = "{}"
+    elif isinstance(value, list | tuple):
+        entries, brackets = list(map(text_of, value)), "[]"
+    else:
+        return text_of(value)
+    lines = "".join(f"        {entry},\n" for entry in entries)
+    return f"{brackets[0]}\n{lines}    {brackets[1]}"
 
 
 def _is_default(value: Any, parameter: inspect.Parameter) -> bool:

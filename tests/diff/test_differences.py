@@ -55,8 +55,8 @@ def test_a_file_is_the_same_as_itself():
     assert found.same
     assert set(statuses(found).values()) == {"same"}
     assert (
-        str(found)
-        == "no difference in 9 modules; values of weights are not compared\nboth: every node has a module: 8 captured at export"
+        str(found) == "no difference in 9 modules; values of weights are not compared\n"
+        "both: every node has a module: 8 captured at export"
     )
 
 
