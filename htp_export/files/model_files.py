@@ -190,17 +190,22 @@ def write_model(
 
 
 def write_sharing(
-    model: ir.Model, path: str | os.PathLike[str], files: Collection[Path], *, own: bool = False
+    model: ir.Model,
+    path: str | os.PathLike[str],
+    files: Collection[Path],
+    *,
+    own: bool = False,
+    is_same_graph: bool = False,
 ) -> list[tuple[SharedFile, Way]]:
     """Write an ONNX file that refers to files of a checkpoint; all other weights go into its data file.
 
     Args:
-        model: The model: its external tensors in ``files`` stay there. Its graph is that of a model
-            that was read, and is not checked again.
+        model: The model: its external tensors in ``files`` stay there.
         path: The file to write.
         files: Files of weights. Each is linked into the folder of the model, or copied, if it is in
             another one.
         own: The files belong to the model: they were written for it.
+        is_same_graph: As for `write_model`.
 
     Returns:
         The files that the model refers to, and how each is in its folder.
@@ -211,7 +216,8 @@ def write_sharing(
     """
     ways: list[tuple[SharedFile, Way]] = []
     plan = functools.partial(plan_shared, sources=files, own=own)
-    _write_model(model, Path(path), None, share_weights=True, checked=False, plan=plan, ways=ways)
+    checked = not is_same_graph
+    _write_model(model, Path(path), None, share_weights=True, checked=checked, plan=plan, ways=ways)
     return ways
 
 

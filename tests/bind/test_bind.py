@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import htp_export
+from htp_export.capabilities.bind import equal_parameters
 from htp_export.command.main import main
-from htp_export.errors import FileError, InputError
+from htp_export.errors import FileError, InputError, ResultError
 from tests.nets import NETS, Holding, spread
 from tools.bind_models import STEPS as OF_ALL_MODELS
 
@@ -281,6 +282,26 @@ def test_parameters_that_were_equal_have_an_initializer_each_if_they_differ_now(
         session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
         outputs += session.run(None, {session.get_inputs()[0].name: given.numpy()})
     np.testing.assert_array_equal(*outputs)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_graph_with_new_initializers_is_checked_before_it_is_written(
+    shares, tmp_path, monkeypatch
+):
+    """A planted fault: a new initializer has the name of the Identity that TorchScript wrote for it."""
+    monkeypatch.setattr(equal_parameters, "separate_names", lambda *_: None)
+    pair, file = (
+        nn.Sequential(nn.LayerNorm(8), nn.Tanh(), nn.LayerNorm(8)).eval(),
+        tmp_path / "pair.onnx",
+    )
+    htp_export.export(pair, (torch.randn(2, 8),), file, dynamo=False, verbose=False)
+    apart = {name: torch.randn(8) for name in pair.state_dict()}
+    save_file(apart, tmp_path / "apart.safetensors")
+    with pytest.raises(ResultError, match="single static assignment"):
+        htp_export.bind(
+            file, tmp_path / "apart.safetensors", tmp_path / "bound.onnx", share_weights=shares
+        )
+    assert not (tmp_path / "bound.onnx").exists()
 
 
 def test_equal_parameters_that_one_node_reads_for_both_are_named(tmp_path):

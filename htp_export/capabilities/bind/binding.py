@@ -145,7 +145,7 @@ def bind(
     if own:
         note = f"{many(len(own), 'initializer')} are new: parameters that were equal at the export differ"
         result = replace(result, notes=(*result.notes, note))
-    notes = destination.write(tagged, needed, tensors, old, entries.tensors)
+    notes = destination.write(tagged, needed, tensors, old, entries.tensors, is_same_graph=not own)
     return replace(
         result,
         adapted=adapted,

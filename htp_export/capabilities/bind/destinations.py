@@ -100,6 +100,8 @@ class Destination:
         tensors: Tensors,
         old: Mapping[ir.Value, ir.TensorProtocol | None],
         entries: Mapping[str, ir.TensorProtocol],
+        *,
+        is_same_graph: bool,
     ) -> tuple[str, ...]:
         """Write the model or its data; return notes on the files.
 
@@ -109,6 +111,7 @@ class Destination:
             tensors: Initializer → its new contents.
             old: Initializer → its tensor before.
             entries: Entry of the weights → tensor.
+            is_same_graph: Whether the graph is that of the model that was read.
         """
         if self.alone is not None:
             self.alone.write(tagged.model, tensors, old)
@@ -119,11 +122,14 @@ class Destination:
         if self.output is None:
             return ()
         if self.share_weights:
-            return write_referring(tagged.model, self.output, tensors.values())
+            contents = tensors.values()
+            return write_referring(tagged.model, self.output, contents, is_same_graph=is_same_graph)
         outside = tensors.values() if self.in_place_data else ()
         is_outside = bool(outside) or has_external_data(tagged.model) or _are_outside(old)
         external: Literal[True] | None = True if is_outside else None
-        write_model(tagged.model, self.output, external, outside=outside, is_same_graph=True)
+        write_model(
+            tagged.model, self.output, external, outside=outside, is_same_graph=is_same_graph
+        )
         return ()
 
 

@@ -55,14 +55,17 @@ def _renamed(entry: DataTensor, tensor: ir.TensorProtocol) -> DataTensor:
 
 
 def write_referring(
-    model: ir.Model, output: Path, tensors: Iterable[ir.TensorProtocol]
+    model: ir.Model, output: Path, tensors: Iterable[ir.TensorProtocol], *, is_same_graph: bool
 ) -> tuple[str, ...]:
-    """Write a model whose new tensors refer to the files of a checkpoint; return a note on each file."""
+    """Write a model whose new tensors refer to the files of a checkpoint; return a note on each file.
+
+    ``is_same_graph``: As for `write_model`.
+    """
     referring = [tensor for tensor in tensors if isinstance(tensor, DataTensor)]
     by_file: dict[Path, list[DataTensor]] = {}
     for tensor in referring:
         by_file.setdefault(tensor.file.path, []).append(tensor)
-    ways = write_sharing(model, output, by_file.keys())
+    ways = write_sharing(model, output, by_file.keys(), is_same_graph=is_same_graph)
     return tuple(_note(file, way, by_file[file.source]) for file, way in ways)
 
 

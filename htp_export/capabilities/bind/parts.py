@@ -112,7 +112,7 @@ class Parts:
                 if name in written and value.const_value is self.data.tensors[name]:
                     value.const_value = written[name]
         files = {tensor.file.path for tensor in written.values()}
-        write_sharing(model, self.data.output, files, own=True)
+        write_sharing(model, self.data.output, files, own=True, is_same_graph=True)
 
 
 def _module_of(recipe: Recipe, needed: Needed) -> str:
