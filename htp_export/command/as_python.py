@@ -214,15 +214,18 @@ def call_text(name: str, function: Callable[..., Any], arguments: Mapping[str, A
 
 def _on_lines(value: Any) -> str:
     """A value as Python, with a line for each entry of a mapping or list."""
-    if isinstance(value, Mapping):
-        entries = [f"{text_of(key)}: {text_of(each)}" for key, each in value.items()]
-        brackets = "{}"
-    elif isinstance(value, list | tuple):
-        entries, brackets = list(map(text_of, value)), "[]"
-    else:
+    if not isinstance(value, Mapping | list | tuple):
         return text_of(value)
-    lines = "".join(f"        {entry},\n" for entry in entries)
-    return f"{brackets[0]}\n{lines}    {brackets[1]}"
+    opening, closing = "{}" if isinstance(value, Mapping) else "[]"
+    lines = "".join(f"        {entry},\n" for entry in _entries(value))
+    return f"{opening}\n{lines}    {closing}"
+
+
+def _entries(value: Mapping[Any, Any] | Sequence[Any]) -> list[str]:
+    """The entries of a mapping or list as Python."""
+    if isinstance(value, Mapping):
+        return [f"{text_of(key)}: {text_of(each)}" for key, each in value.items()]
+    return list(map(text_of, value))
 
 
 def _is_default(value: Any, parameter: inspect.Parameter) -> bool:
@@ -245,10 +248,9 @@ def text_of(value: Any) -> str:
     if isinstance(value, PathLike):
         return _quoted(fspath(value))
     if isinstance(value, Mapping):
-        entries = [f"{text_of(key)}: {text_of(each)}" for key, each in value.items()]
-        return f"{{{', '.join(entries)}}}"
+        return f"{{{', '.join(_entries(value))}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(text_of, value))}]"
+        return f"[{', '.join(_entries(value))}]"
     if type(value).__name__ == "TaggedModel":  # the class imports onnx
         return _quoted(fspath(getattr(value, "_file", None) or "model.onnx"))
     if isinstance(value, str):

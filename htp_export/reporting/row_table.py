@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ from htp_export.reporting.command_words import in_commands
 
 if TYPE_CHECKING:  # rich is needed only to draw
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
 
     from htp_export.reporting.result import Result
 
@@ -38,12 +39,7 @@ class RowTable:
         from rich.text import Text
 
         rows = self.rows[:MOST_ROWS] if console.is_terminal else self.rows
-        cells: list[list[str]] = []
-        widths: list[int] = []
-        for column in self.columns:
-            texts = [column.cell(row) for row in rows]
-            cells.append(texts)
-            widths.append(max(map(len, (column.heading, *texts))))
+        cells, widths = _cells(self.columns, rows)
         shown = list(range(len(self.columns)))
         if console.is_terminal:
             least = [
@@ -64,9 +60,7 @@ class RowTable:
                 drawn.append(Text(text, style=self.columns[k].style_of(row)))
             table.add_row(*drawn)
         yield table
-        dropped = [column.title for k, column in enumerate(self.columns) if k not in shown]
-        if dropped:
-            yield Text(f"too narrow for: {', '.join(dropped)}", style="dim")
+        yield from _left_out(self.columns, shown)
         more = len(self.rows) - len(rows)
         if more:
             yield Text(self.rest(more), style="dim")
@@ -88,12 +82,7 @@ class FlatTable:
         from rich.table import Table
         from rich.text import Text
 
-        cells = []
-        widths = []
-        for column in self.columns:
-            texts = [column.cell(row) for row in self.rows]
-            cells.append(texts)
-            widths.append(max(map(len, (column.heading, *texts))))
+        cells, widths = _cells(self.columns, self.rows)
         shown = list(range(len(self.columns)))
         if console.is_terminal:
             least = [self._least(k, cells[k], widths[k]) for k in shown]
@@ -113,9 +102,7 @@ class FlatTable:
                 drawn.append(Text(text, style=self.columns[k].style_of(row)))
             table.add_row(*drawn)
         yield table
-        dropped = [column.title for k, column in enumerate(self.columns) if k not in shown]
-        if dropped:
-            yield Text(f"too narrow for: {', '.join(dropped)}", style="dim")
+        yield from _left_out(self.columns, shown)
 
     def _least(self, place: int, texts: Sequence[str], width: int) -> int:
         """The smallest width of a column: numbers are neither wrapped nor cut, words of names are cut."""
@@ -125,6 +112,28 @@ class FlatTable:
         words = " ".join((column.heading, *texts)).split()
         longest = max(map(len, words), default=0)
         return min(width, max(len(column.heading), min(longest, _LONGEST_WORD)))
+
+
+def _cells(
+    columns: Sequence[Column[Any]], rows: Sequence[Any]
+) -> tuple[list[list[str]], list[int]]:
+    """The texts of each column, and its widths with its heading."""
+    cells: list[list[str]] = []
+    widths: list[int] = []
+    for column in columns:
+        texts = [column.cell(row) for row in rows]
+        cells.append(texts)
+        widths.append(max(map(len, (column.heading, *texts))))
+    return cells, widths
+
+
+def _left_out(columns: Sequence[Column[Any]], shown: Sequence[int]) -> Iterator[Text]:
+    """A line that names the columns that are not shown, if there are some."""
+    from rich.text import Text
+
+    dropped = [column.title for k, column in enumerate(columns) if k not in shown]
+    if dropped:
+        yield Text(f"too narrow for: {', '.join(dropped)}", style="dim")
 
 
 def _with_short_words(text: str, width: int) -> str:

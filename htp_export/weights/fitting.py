@@ -14,8 +14,9 @@ from htp_export.files.data_files import DataTensor
 from htp_export.format.parameters import Declared
 from htp_export.format.recipes import Recipe, is_layout, operands_of, parameters_in
 from htp_export.model.assumed_values import only_number
+from htp_export.model.hashes import same_numbers
 from htp_export.model.tagged import TaggedModel
-from htp_export.weights.rebuilding import are_same, recipes_of_stored
+from htp_export.weights.rebuilding import recipes_of_stored
 from htp_export.weights.state_entries import StateEntries
 
 _PREFIXES = ("model.", "module.", "_orig_mod.", "base_model.model.")
@@ -218,7 +219,10 @@ def _rival(
     """Return another name of a shared parameter under which the weights contain other values; None without one."""
     for other in needed.same_as(name):
         second = origin_of.get(other, origin)
-        if second != origin and not are_same(entries.tensors[origin], entries.tensors[second]):
+        if second == origin:
+            continue
+        one, two = entries.tensors[origin], entries.tensors[second]
+        if one.dtype != two.dtype or not same_numbers(one, two):
             return other
     return None
 

@@ -216,11 +216,6 @@ class _Rebuilding:
         return result
 
 
-def are_same(one: Any, other: Any) -> bool:
-    """Return whether two parameters, in any form, are equal bit for bit."""
-    return one is other or _is_same(_array(one), _array(other))
-
-
 def _is_same(one: Array, other: Array) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False

@@ -11,7 +11,6 @@ from htp_export.capabilities.tap.tapping import (
     Places,
     Tapped,
     TappedTensor,
-    absent,
     named_places,
     written,
 )
@@ -76,8 +75,7 @@ def steer(
     check_target(output)
     tagged = read_for_change(model)
     had_map = tags.MAP in tagged.model.metadata_props
-    wanted = named_places(tagged, places, ".steer")
-    missing = absent(tagged, places)
+    wanted, missing = named_places(tagged, places, ".steer")
     with Edit(tagged) as edit:
         steering = _Steering(edit)
         added = [steering.add(name, tensors) for name, tensors in wanted.items()]

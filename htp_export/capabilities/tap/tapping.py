@@ -140,13 +140,13 @@ def tap(
     check_target(output)
     tagged = read_for_change(model)
     had_map = tags.MAP in tagged.model.metadata_props
-    wanted = named_places(tagged, places)
+    wanted, missing = named_places(tagged, places)
     if concat is not None:
         check_whole("concat", concat, -_MOST_AXES, _MOST_AXES)
     _check_joins(wanted, given=isinstance(places, Mapping), joins=concat is not None)
     taps = dict(tagged.taps)
     added = list[TappedTensor]()
-    others, missing = _untapped(tagged, wanted), absent(tagged, places)
+    others = _untapped(tagged, wanted)
     with Edit(tagged) as edit:
         # All tensors are lifted before outputs are added.
         sources = {}
@@ -240,8 +240,10 @@ def _existing_taps(taps: Mapping[str, Tap], names: str | Sequence[str] | None) -
 
 def named_places(
     tagged: TaggedModel, places: Places, suffix: str = ""
-) -> dict[str, list[ModuleTensor]]:
-    """Name → the tensors of its places; the default name is the place with the suffix.
+) -> tuple[dict[str, list[ModuleTensor]], str]:
+    """Name → the tensors of its places, and words for the selected ones that are not in the file.
+
+    The default name is the place with the suffix.
 
     Raises:
         InputError: There is no place, a name is already used, or a named tensor is not in the file.
@@ -251,12 +253,12 @@ def named_places(
         for tensor in chain.from_iterable(wanted.values()):
             if tensor.problem:
                 raise InputError(f"{tensor.place}: {tensor.problem}")
+        missing = ""
     else:
-        wanted = {
-            f"{tensor.place}{suffix}": [tensor]
-            for tensor in tagged.select_tensors(places)
-            if not tensor.problem
-        }
+        tensors = tagged.select_tensors(places)
+        present = [tensor for tensor in tensors if not tensor.problem]
+        wanted = {f"{tensor.place}{suffix}": [tensor] for tensor in present}
+        missing = _absent([tensor for tensor in tensors if tensor.problem])
     if not wanted:
         raise InputError("no place is given; give 'PATH:out'")
     outputs = {value.name for value in tagged.model.graph.outputs}
@@ -264,14 +266,11 @@ def named_places(
         if not name or name in tagged.values:
             taken = "an output" if name in outputs else "a tensor"
             raise InputError(f"the model has {taken} {name!r} already; give another name")
-    return wanted
+    return wanted, missing
 
 
-def absent(tagged: TaggedModel, places: Places) -> str:
-    """The selected tensors that are not in the file, with the reason of the first; empty without one."""
-    if isinstance(places, Mapping):
-        return ""
-    tensors = [tensor for tensor in tagged.select_tensors(places) if tensor.problem]
+def _absent(tensors: Sequence[ModuleTensor]) -> str:
+    """Words for tensors that are not in the file, with the reason of the first; empty without one."""
     if not tensors:
         return ""
     listed = ", ".join(tensor.place for tensor in tensors[:_MOST_NAMED])
