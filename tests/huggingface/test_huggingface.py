@@ -171,6 +171,11 @@ class TestLoadModel:
                 "cannot be built|refuses",
             ),
             (
+                "bert",
+                {"random_weights": True, "overrides": {**BERT, "pad_token_id": 10**6}},
+                "cannot be built with .*pad_token_id=1000000: .*Padding_idx",
+            ),
+            (
                 "clip",
                 {"random_weights": True, "overrides": {"text_config.layers": 2}},
                 "no 'layers' in text_config",

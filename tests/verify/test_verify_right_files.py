@@ -230,7 +230,7 @@ def test_a_graph_module_and_its_copy_stand_for_the_model(tmp_path):
             result = htp_export.verify(verified, file, args)
             assert result.ok, str(result)
             assert result.score == "4 of 4"
-        with pytest.raises(htp_export.InputError, match="is a ReLU, not a Tanh"):
+        with pytest.raises(htp_export.InputError, match="has the class ReLU, not Tanh"):
             htp_export.verify(
                 nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), file, args
             )

@@ -213,8 +213,10 @@ def _random(
             model = _build(model_class, config, **options)
     except Exception as error:
         # from the model's own code, on sizes that do not fit together
+        changes = ", ".join(f"{key}={value}" for key, value in source.overrides.items())
+        changed = f" with {changes}" if changes else ""
         raise ModelSourceError(
-            source.name, f"the model cannot be built: {described(error, lines=2)}"
+            source.name, f"the model cannot be built{changed}: {described(error, lines=2)}"
         ) from error
     spread_parameters(model, torch.Generator().manual_seed(seed))
     return model

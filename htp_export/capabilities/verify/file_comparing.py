@@ -190,8 +190,8 @@ def _check_one_model(
         first, second = ours.hierarchy[path], theirs.hierarchy[path]
         # A fused or generated module may have another class.
         if not first.may_be(second):
-            classes = f"a {first.simple_class} in one and a {second.simple_class} in the other"
-            problem = f"module {path or '(root)'!r} is {classes}"
+            classes = f"the class {first.simple_class} in one, {second.simple_class} in the other"
+            problem = f"module {path or '(root)'!r} has {classes}"
             raise InputError(f"{first_name} and {second_name} are not of one model: {problem}")
     if len(shared) <= 1 < min(len(ours), len(theirs)):
         raise InputError(

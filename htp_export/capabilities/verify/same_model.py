@@ -77,8 +77,8 @@ def _check_modules(tagged: TaggedModel, model: nn.Module, name: str) -> None:
         ours = modules[path]
         if not info.may_be(ours):
             module = path or "(root)"
-            classes = f"is a {info.simple_class}, not a {ours.simple_class}"
-            _refuse(name, model, f"its module {module!r} {classes}")
+            classes = f"the class {info.simple_class}, not {ours.simple_class}"
+            _refuse(name, model, f"its module {module!r} has {classes}")
 
 
 def _check_shape(parameter: _Shared, model: nn.Module, name: str) -> None:
