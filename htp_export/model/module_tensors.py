@@ -6,7 +6,7 @@ a library exported) has the tensors that enter and leave its nodes, as far as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -201,19 +201,26 @@ def chosen_tensors(
         chosen.update(dict.fromkeys(selected))
         if len({tensor.path for tensor in selected}) == 1:
             needed.update(selected)
+    remaining = list(chosen)
     for place in places:
         if place.excludes:
             paths = {*paths_of(place.modules)}
-            for tensor in [each for each in chosen if each.path in paths and _is_at(each, place)]:
-                del chosen[tensor]
-    if not chosen:
+            remaining = [
+                each for each in remaining if each.path not in paths or not _is_at(each, place)
+            ]
+    if not remaining:
         texts = ", ".join(place.text for place in places)
         raise SelectorError(texts, "excludes every tensor that it selects")
+    _refuse_absent(remaining, needed)
+    return remaining
+
+
+def _refuse_absent(chosen: Sequence[ModuleTensor], needed: Set[ModuleTensor]) -> None:
+    """Refuse tensors that are not in the file, if they are ``needed`` or all that was chosen."""
     absent = [tensor for tensor in chosen if tensor.problem]
-    refused = absent if len(absent) == len(chosen) else [each for each in absent if each in needed]
-    if refused:
-        raise InputError(f"{refused[0].place}: {refused[0].problem}")
-    return list(chosen)
+    for tensor in absent:
+        if tensor in needed or len(absent) == len(chosen):
+            raise InputError(f"{tensor.place}: {tensor.problem}")
 
 
 def _selected(

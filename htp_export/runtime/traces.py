@@ -243,20 +243,28 @@ def trace_of_events(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
     launches_only = not providers.isdisjoint(QUEUED - measured)
     times: defaultdict[KernelKey, list[float]] = defaultdict(lambda: [0.0] * len(windows))
     launches: defaultdict[KernelKey, int] = defaultdict(int)
-    run = 0
-    for kernel in kernels:
+    for run, kernel in _in_runs(kernels, windows):
         key = kernel.key
         if launches_only and key.provider == _ON_DEVICE:
             continue  # the time of its launch is counted
-        while run < len(windows) and kernel.start > windows[run][1]:
-            run += 1
-        if run < len(windows) and kernel.start >= windows[run][0]:
-            time_us = kernel.on_device if key.provider in measured else kernel.duration
-            times[key][run] += time_us / 1000
-            launches[key] += 1
+        time_us = kernel.on_device if key.provider in measured else kernel.duration
+        times[key][run] += time_us / 1000
+        launches[key] += 1
     timing = "launches" if launches_only else "kernels"
     run_ms = [(end - start) / 1000 for start, end in windows]
     return Trace(len(windows), dict(times), dict(launches), timing, run_ms)
+
+
+def _in_runs(
+    kernels: Iterable[_Kernel], windows: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, _Kernel]]:
+    """The kernels that started during a run, each with the number of the run; both are in order of time."""
+    run = 0
+    for kernel in kernels:
+        while run < len(windows) and kernel.start > windows[run][1]:
+            run += 1
+        if run < len(windows) and kernel.start >= windows[run][0]:
+            yield run, kernel
 
 
 def _kernels_by_start(events: Sequence[Mapping[str, Any]]) -> list[_Kernel]:

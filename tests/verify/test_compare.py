@@ -200,7 +200,8 @@ def test_files_of_two_models_are_refused(files, tmp_path):
 
     other = file_of(tmp_path, "dynamo", Wider())
     with pytest.raises(
-        InputError, match=r"are not of one model: module '\(root\)' has the class Wide in one, Wider"
+        InputError,
+        match=r"are not of one model: module '\(root\)' has the class Wide in one, Wider",
     ):
         htp_export.compare(files[0], other)
 

@@ -340,29 +340,25 @@ def read_space(
     """
     if by not in ("module", "class"):
         raise InputError(f"by is {by!r}: there are 'module' and 'class'")
-    choices: dict[str, ModuleChoice] = {}
-    selectors: dict[str, str] = {}  # module → the selector of its choices
-    parts_by_selector: dict[str, Parts] = {}
-    names_by_selector: dict[str, list[str]] = {}
     if isinstance(space, Mapping):
         if select is not None or depth is not None:
             raise InputError("a space by selector says which modules; give no select or depth")
         if not space:
             raise InputError("the space is empty; give selectors and precisions")
-        last: dict[str, str] = {}
-        for selector, values in space.items():
-            parts = parts_of(values)
-            if parts is None:
-                names_by_selector[selector] = _choices_of(values, choices, auto)
-            else:
-                parts_by_selector[selector] = parts
-            paths = tags.innermost(deciding_modules(tagged, selector))
-            last |= dict.fromkeys(paths, selector)
-        selectors = {path: last[path] for path in tagged if path in last}
+        selectors = _last_selectors(tagged, space)
     else:
-        names_by_selector[""] = _choices_of(space, choices, auto)
         paths = tags.innermost(deciding_modules(tagged, select, depth))
         selectors = dict.fromkeys(paths, "")
+        space = {"": space}
+    choices: dict[str, ModuleChoice] = {}
+    parts_by_selector: dict[str, Parts] = {}
+    names_by_selector: dict[str, list[str]] = {}
+    for selector, values in space.items():
+        parts = parts_of(values)
+        if parts is None:
+            names_by_selector[selector] = _choices_of(values, choices, auto)
+        else:
+            parts_by_selector[selector] = parts
     whole = {path: each for path, each in selectors.items() if each in names_by_selector}
     variables = {path: tuple(names_by_selector[each]) for path, each in whole.items()}
     _check_nesting(variables, choices, [path for path in selectors if path not in whole])
@@ -445,6 +441,15 @@ def _prunable(tagged: TaggedModel, space: SearchSpace, selectors: Mapping[str, s
         sparsities[path] = {space.choices[name].sparsity for name in names}
     checks.check_coupled(sparsities)
     return space
+
+
+def _last_selectors(tagged: TaggedModel, selectors: Iterable[str]) -> dict[str, str]:
+    """Module → the last selector that chooses it, in the order of the modules."""
+    last: dict[str, str] = {}
+    for selector in selectors:
+        paths = tags.innermost(deciding_modules(tagged, selector))
+        last |= dict.fromkeys(paths, selector)
+    return {path: last[path] for path in tagged if path in last}
 
 
 def deciding_modules(
