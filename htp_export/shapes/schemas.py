@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx.reference import ReferenceEvaluator
 
 from htp_export.format.bounds import LARGEST
 from htp_export.shapes.known import MOST_ELEMENTS, Array, Dims, Fact, Operation, unknown_dims
@@ -145,6 +144,9 @@ def _input_arrays(inputs: Sequence[Fact | None]) -> dict[str, Array] | None:
 
 def _run_reference(proto: onnx.NodeProto, version: int, arrays: Mapping[str, Array]) -> list[Array]:
     """Run one node in ONNX's reference implementation."""
+    # few graphs need it, and its import is a tenth of a small command
+    from onnx.reference import ReferenceEvaluator
+
     function = onnx.helper.make_function(
         domain="",
         fname="f",
