@@ -149,6 +149,29 @@ class FxCalls:
         self._trace.nodes_before.append(len(tracer.graph.nodes))
         return True
 
+    def replace_arguments(self, tracer: Any, module: Any, args: Any, kwargs: Any) -> None:
+        """Record that forward pre-hooks of the innermost running module ran.
+
+        If they replaced tensors among its arguments, their work belongs to the caller, as it ends
+        before ``forward`` begins. Other work, such as that of a weight normalization, stays its own.
+        """
+        index = self.log.stack[-1]
+        given = CallTensors.given(module.forward, args, kwargs)
+        if not self.log.are_other_inputs(given):
+            return
+        self._mark(tracer)
+        self.log.record_inputs(given, functools.partial(self._result_of, tracer))
+        caller = self.log.calls[index].parent
+        if caller == NO_CALL:  # the model itself
+            return
+        nodes = tracer.graph.nodes
+        before = self._trace.nodes_before.pop()
+        for node in itertools.islice(reversed(nodes), len(nodes) - before):
+            if node.meta.get(self.call_key) == index:
+                node.meta[self.call_key] = caller
+        self.log.adopt(index, caller)
+        self._trace.nodes_before.append(len(nodes))
+
     def leave(self, tracer: Any, result: Any) -> None:
         """Record that the innermost running module returns."""
         self._mark(tracer)
