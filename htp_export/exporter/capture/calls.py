@@ -116,11 +116,10 @@ class CallLog:
         inputs = tuple(zip(names, keys_of(tensors, key), strict=True))
         self._inputs[self.stack[-1]] = set(map(id, tensors)), inputs, given
 
-    def are_other_inputs(self, given: CallTensors) -> bool:
-        """Whether these input tensors are not those recorded for the innermost call."""
-        recorded = self._inputs[self.stack[-1]][2].inputs
-        names_and_ids = [(name, id(tensor)) for name, tensor in given.inputs]
-        return names_and_ids != [(name, id(tensor)) for name, tensor in recorded]
+    @property
+    def inputs(self) -> tuple[tuple[str, Any], ...]:
+        """The inputs recorded for the innermost call: argument, and key of the tensor."""
+        return self._inputs[self.stack[-1]][1]
 
     def adopt(self, index: int, caller: int) -> None:
         """Make ``caller`` the caller of the calls that the innermost call ``index`` has made so far."""
