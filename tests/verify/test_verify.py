@@ -343,6 +343,29 @@ def test_modules_inside_functions_are_compared(stack_file, tmp_path):
 # --- the model is left as it was ---------------------------------------------------------------------------
 
 
+class KeepsTable(Holding, fc=nn.Linear(4, 4)):
+    """Computes a table in its first call, and keeps it."""
+
+    kept: list[torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = [torch.arange(4) / 4]
+        return self.fc(x) * self.kept[0]
+
+
+def test_a_model_in_which_an_export_left_a_tensor_without_values_is_refused(tmp_path):
+    net = nn.Sequential(KeepsTable()).eval()
+    file = file_of(net, {"input": x(2, 4)}, tmp_path, "dynamo")
+    left = r"torch\.export .* left one in attribute 'kept\.0' of module '0', .* create the model anew"
+    with pytest.raises(InputError, match=left):
+        htp_export.verify(net, file, (x(2, 4),))
+    again = nn.Sequential(KeepsTable()).eval()
+    again.load_state_dict(net.state_dict())
+    assert htp_export.verify(again, file, (x(2, 4),)).ok
+
+
+
 def state(model: nn.Module) -> tuple[Any, ...]:
     hooks = [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()]
     modes = [module.training for module in model.modules()]

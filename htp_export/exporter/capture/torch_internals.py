@@ -516,6 +516,13 @@ def add_last_pre_hook(changes: Changes, module: Any, hook: Any) -> None:
     set_item(changes, module._forward_pre_hooks, _LAST, hook)
 
 
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no values, because ``torch.export`` created it while it traced."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def is_compiled(module: Any) -> bool:
     """Whether `torch.compile` was applied to a module, or its own method ``compile``."""
     from torch._dynamo import OptimizedModule
