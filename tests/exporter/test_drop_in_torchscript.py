@@ -238,7 +238,12 @@ def test_a_module_that_torch_leaves_out_because_it_equals_another_is_work_of_its
     plain = export(torch.onnx.export, net, (x(2, 4),), tmp_path)
     file = export(htp_export.export, net, (x(2, 4),), tmp_path)
     assert_same_graph(file, plain)
-    assert work_of(file) == [("Gemm", ("0.fc",)), ("Tanh", ("0",)), ("Gemm", ("",)), ("Tanh", ("",))]
+    assert work_of(file) == [
+        ("Gemm", ("0.fc",)),
+        ("Tanh", ("0",)),
+        ("Gemm", ("",)),
+        ("Tanh", ("",)),
+    ]
     assert htp_export.verify(net, tmp_path / "model.onnx", (x(2, 4),)).ok
 
 

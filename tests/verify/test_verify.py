@@ -357,13 +357,14 @@ class KeepsTable(Holding, fc=nn.Linear(4, 4)):
 def test_a_model_in_which_an_export_left_a_tensor_without_values_is_refused(tmp_path):
     net = nn.Sequential(KeepsTable()).eval()
     file = file_of(net, {"input": x(2, 4)}, tmp_path, "dynamo")
-    left = r"torch\.export .* left one in attribute 'kept\.0' of module '0', .* create the model anew"
+    left = (
+        r"torch\.export .* left one in attribute 'kept\.0' of module '0', .* create the model anew"
+    )
     with pytest.raises(InputError, match=left):
         htp_export.verify(net, file, (x(2, 4),))
     again = nn.Sequential(KeepsTable()).eval()
     again.load_state_dict(net.state_dict())
     assert htp_export.verify(again, file, (x(2, 4),)).ok
-
 
 
 def state(model: nn.Module) -> tuple[Any, ...]:
