@@ -79,8 +79,6 @@ def file_of(
     return folder / "model.onnx"
 
 
-# Where hooks of the user compute, and where the exporters see other results than hooks do; see docs/owners.md.
-HOOKED = {"pre_hook_that_computes"}
 # Modules that are not compared, and those inside: they run only in branches that their nets do not take on these
 # inputs, or they return numbers, which are no tensors of the file.
 NOT_COMPARED = {
@@ -106,7 +104,7 @@ CASES = [
     )
     for name, net in NETS.items()
     for exporter in EXPORTERS
-    if exporter not in net.skip and name not in HOOKED
+    if exporter not in net.skip
 ]
 
 
