@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -881,6 +882,70 @@ net(
 )
 net(
     "pre_hook_that_computes", pre_hooked, fates=computed("first", "second"), owners={"Cos": [("",)]}
+)
+
+
+class ChangedBefore(Holding, first=nn.Linear(4, 4), second=nn.Linear(4, 4)):
+    """A pre-hook changes its argument in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.register_forward_pre_hook(type(self).change)
+
+    @staticmethod
+    def change(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        args[0].cos_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class CallsInPreHook(Holding, scale=nn.Linear(4, 4), fc=nn.Linear(4, 4), act=nn.Tanh()):
+    """The pre-hook of a module that runs twice calls another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act.register_forward_pre_hook(lambda _module, args: self.scale(args[0]).exp())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc(self.act(x)))
+
+
+class Prepares(Holding, fc=nn.Linear(4, 4)):
+    """A pre-hook computes what ``forward`` needs besides its argument, as a weight normalization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = SimpleNamespace()  # torch.export warns of tensors that become attributes
+        self.register_forward_pre_hook(type(self).prepare)
+
+    @staticmethod
+    def prepare(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        module.held.factor = args[0].sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) * self.held.factor
+
+
+net(
+    "pre_hook_that_changes_its_argument",
+    ChangedBefore,
+    fates=computed("first", "second"),
+    owners={"Cos": [("",)]},
+)
+net(
+    "pre_hook_that_calls_a_module",
+    CallsInPreHook,
+    fates=computed("scale", "fc", "act"),
+    owners={"Exp": [("",), ("",)], "Tanh": [("act",), ("act",)]},
+)
+# TorchScript runs pre-hooks before the scope of their module.
+net(
+    "pre_hook_that_leaves_its_argument",
+    lambda: composed(lambda self, x: self.part(x).tanh(), part=Prepares()),
+    skip=("torchscript",),
+    fates=computed("part", "part.fc"),
+    owners={"Sin": [("part",)]},
 )
 
 

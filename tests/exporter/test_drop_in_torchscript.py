@@ -203,6 +203,50 @@ def test_a_model_that_torch_cannot_export_fails_as_under_torch(tmp_path):
     assert "linear_dynamic" in messages[0]
 
 
+class Gradient(Holding, energy=nn.Linear(4, 1), fc=nn.Linear(4, 4)):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.func.grad(lambda x: self.energy(x).tanh().sum())(x))
+
+
+def test_a_gradient_in_a_model_ends_the_export_as_under_torch(tmp_path):
+    """The tracer knows no wrapped tensor; asked for one, it crashes the process."""
+    outcomes = []
+    for exporter in (torch.onnx.export, htp_export.export):
+        try:
+            outcomes.append(export(exporter, Gradient().eval(), (x(2, 4),), tmp_path) is not None)
+        except RuntimeError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+
+
+class Valued(Holding, fc=nn.Linear(4, 4)):
+    """Equal to every other one."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Valued)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).tanh()
+
+
+def test_a_module_that_torch_leaves_out_because_it_equals_another_is_work_of_its_caller(tmp_path):
+    net = nn.Sequential(Valued(), Valued()).eval()
+    assert [name for name, _ in net.named_modules()] == ["", "0", "0.fc"]
+    plain = export(torch.onnx.export, net, (x(2, 4),), tmp_path)
+    file = export(htp_export.export, net, (x(2, 4),), tmp_path)
+    assert_same_graph(file, plain)
+    assert work_of(file) == [
+        ("Gemm", ("0.fc",)),
+        ("Tanh", ("0",)),
+        ("Gemm", ("",)),
+        ("Tanh", ("",)),
+    ]
+    assert htp_export.verify(net, tmp_path / "model.onnx", (x(2, 4),)).ok
+
+
 # --- scripted and frozen modules, modules that bring their arguments -----------------------------------
 
 

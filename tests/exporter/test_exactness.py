@@ -27,9 +27,7 @@ from tests.truth import (
 OWN = ("Gemm", "MatMul", "Conv", "Sigmoid", "Tanh", "Relu")
 
 # Faults that are known, each with its reason.
-KNOWN = {
-    ("pre_hook_that_computes", "dynamo"): "the work of a user's forward pre-hook goes to the module"
-}
+KNOWN: dict[tuple[str, str], str] = {}
 
 
 def cases() -> list[Any]:

@@ -79,8 +79,6 @@ def file_of(
     return folder / "model.onnx"
 
 
-# Where hooks of the user compute, and where the exporters see other results than hooks do; see docs/owners.md.
-HOOKED = {"pre_hook_that_computes"}
 # Modules that are not compared, and those inside: they run only in branches that their nets do not take on these
 # inputs, or they return numbers, which are no tensors of the file.
 NOT_COMPARED = {
@@ -106,7 +104,7 @@ CASES = [
     )
     for name, net in NETS.items()
     for exporter in EXPORTERS
-    if exporter not in net.skip and name not in HOOKED
+    if exporter not in net.skip
 ]
 
 
@@ -341,6 +339,30 @@ def test_modules_inside_functions_are_compared(stack_file, tmp_path):
 
 
 # --- the model is left as it was ---------------------------------------------------------------------------
+
+
+class KeepsTable(Holding, fc=nn.Linear(4, 4)):
+    """Computes a table in its first call, and keeps it."""
+
+    kept: list[torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = [torch.arange(4) / 4]
+        return self.fc(x) * self.kept[0]
+
+
+def test_a_model_in_which_an_export_left_a_tensor_without_values_is_refused(tmp_path):
+    net = nn.Sequential(KeepsTable()).eval()
+    file = file_of(net, {"input": x(2, 4)}, tmp_path, "dynamo")
+    left = (
+        r"torch\.export .* left one in attribute 'kept\.0' of module '0', .* create the model anew"
+    )
+    with pytest.raises(InputError, match=left):
+        htp_export.verify(net, file, (x(2, 4),))
+    again = nn.Sequential(KeepsTable()).eval()
+    again.load_state_dict(net.state_dict())
+    assert htp_export.verify(again, file, (x(2, 4),)).ok
 
 
 def state(model: nn.Module) -> tuple[Any, ...]:

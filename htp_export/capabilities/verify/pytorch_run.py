@@ -17,6 +17,7 @@ from htp_export.exporter.capture.calls import arguments_by_name
 from htp_export.exporter.capture.modules import keep_training_modes, set_eval_mode
 from htp_export.exporter.capture.torch_internals import (
     has_bodies,
+    is_fake,
     returns_like_its_body,
     turn_compilation_off,
 )
@@ -115,7 +116,7 @@ def record_calls(
             # New containers of the same tensors: a model appends to a cache among its arguments.
             args, kwargs = tree_map(lambda leaf: leaf, (tuple(args), dict(kwargs)))
             with stable_sorting():
-                model(*args, **kwargs)
+                result = model(*args, **kwargs)
         except Exception as error:  # from the user's own code
             where = f" in module {recorder.running!r}" if recorder.running else ""
             raise InputError(
@@ -124,7 +125,22 @@ def record_calls(
     finally:
         for handle in handles:
             handle.remove()
+    if any(map(is_fake, tensors_in(result))):
+        raise InputError(_fake_values(model))
     return recorder.calls
+
+
+def _fake_values(model: nn.Module) -> str:
+    """Why a model returns tensors without values, and what to do."""
+    where = "in a variable"
+    for path, _, module in module_paths(model):
+        for name, tensor in named_tensors_in(vars(module)):
+            if is_fake(tensor):
+                where = f"in attribute {name!r} of module {path!r}" if path else f"in {name!r}"
+    return (
+        f"{type(model).__name__} returns tensors without values: torch.export traced it, and left one {where}, "
+        "which the model computes once and keeps; create the model anew and run it once before the export"
+    )
 
 
 @dataclass(frozen=True)

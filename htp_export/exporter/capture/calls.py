@@ -116,6 +116,19 @@ class CallLog:
         inputs = tuple(zip(names, keys_of(tensors, key), strict=True))
         self._inputs[self.stack[-1]] = set(map(id, tensors)), inputs, given
 
+    @property
+    def inputs(self) -> tuple[tuple[str, Any], ...]:
+        """The inputs recorded for the innermost call: argument, and key of the tensor."""
+        return self._inputs[self.stack[-1]][1]
+
+    def adopt(self, index: int, caller: int) -> None:
+        """Make ``caller`` the caller of the calls that the innermost call ``index`` has made so far."""
+        for later in range(index + 1, len(self.calls)):
+            if self.calls[later].parent == index:
+                self.calls[later] = self.calls[later]._replace(parent=caller)
+        self._chains.clear()
+        self._owners.clear()
+
     def exit(self, results: list[Any], key: Callable[[Any], Any]) -> None:
         """Record the outputs and the end of the innermost call; ``key``: see `record_inputs`."""
         index = self.stack.pop()

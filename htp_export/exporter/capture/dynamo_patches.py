@@ -77,6 +77,13 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         for entering, scope in calls:
             if capture.step(step, capture.calls.enter, self, entering, scope, args, kwargs):
                 entered += 1
+        if entered == 1 and torch_internals.has_forward_pre_hooks(called):
+
+            def replaced(_module: Any, *given: Any) -> None:
+                watching = "recording the arguments that forward pre-hooks returned"
+                capture.step(watching, capture.calls.replace_arguments, self, called, *given)
+
+            torch_internals.add_last_pre_hook(changes, called, replaced)
         try:
             result = original(self, module, forward, args, kwargs)
         finally:

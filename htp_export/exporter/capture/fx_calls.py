@@ -149,6 +149,30 @@ class FxCalls:
         self._trace.nodes_before.append(len(tracer.graph.nodes))
         return True
 
+    def replace_arguments(self, tracer: Any, module: Any, args: Any, kwargs: Any) -> None:
+        """Record the arguments of the innermost running module after its forward pre-hooks ran.
+
+        If the hooks replaced or changed a tensor, their work belongs to the caller, as it ends
+        before ``forward`` begins. Other work, such as that of a weight normalization, stays its own.
+        """
+        index = self.log.stack[-1]
+        caller = self.log.calls[index].parent
+        if caller == NO_CALL:  # the model itself
+            return
+        before = self.log.inputs
+        given = CallTensors.given(module.forward, args, kwargs)
+        self.log.record_inputs(given, functools.partial(self._result_of, tracer))
+        if self.log.inputs == before:
+            return
+        self._mark(tracer)
+        nodes = tracer.graph.nodes
+        count = self._trace.nodes_before.pop()
+        for node in itertools.islice(reversed(nodes), len(nodes) - count):
+            if node.meta.get(self.call_key) == index:
+                node.meta[self.call_key] = caller
+        self.log.adopt(index, caller)
+        self._trace.nodes_before.append(len(nodes))
+
     def leave(self, tracer: Any, result: Any) -> None:
         """Record that the innermost running module returns."""
         self._mark(tracer)

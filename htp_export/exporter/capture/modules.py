@@ -31,7 +31,9 @@ class ModuleNames:
             self._seen.append(module)
         if self._model is not None:
             for name, module in self._model.named_modules(remove_duplicate=False):
-                self.aliases.setdefault(name, self.by_id[id(module)])
+                # a class with an ``__eq__``: torch leaves out a module that is equal to another one
+                if id(module) in self.by_id:
+                    self.aliases.setdefault(name, self.by_id[id(module)])
 
     def _named(self) -> Iterable[tuple[str, Any]]:
         if self._model is None:

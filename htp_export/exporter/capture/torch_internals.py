@@ -499,6 +499,30 @@ def call_uncompiled(changes: Changes, module: Any) -> None:
         set_item(changes, vars(module), "forward", inspect.unwrap(module.forward))
 
 
+# the key of the pre-hook of htp_export; those of torch are numbers
+_LAST = "htp_export"
+
+
+def has_forward_pre_hooks(module: Any) -> bool:
+    """Whether a call of a module runs forward pre-hooks: its own, or those of all modules."""
+    from torch.nn.modules.module import _global_forward_pre_hooks
+
+    return bool(module._forward_pre_hooks or _global_forward_pre_hooks)
+
+
+def add_last_pre_hook(changes: Changes, module: Any, hook: Any) -> None:
+    """Add a forward pre-hook to a module, after its others; it gets the arguments by keyword, too."""
+    set_item(changes, module._forward_pre_hooks_with_kwargs, _LAST, True)
+    set_item(changes, module._forward_pre_hooks, _LAST, hook)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no values, because ``torch.export`` created it while it traced."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def is_compiled(module: Any) -> bool:
     """Whether `torch.compile` was applied to a module, or its own method ``compile``."""
     from torch._dynamo import OptimizedModule

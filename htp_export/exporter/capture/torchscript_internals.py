@@ -240,10 +240,21 @@ def traced_number(*tensor: Any) -> int | None:
     none: values keep the names that torch gives them.
     """
     try:
-        return int(torch._C._get_value_trace(*tensor).unique())  # type: ignore[attr-defined]
+        return int(_traced_value(*tensor).unique())
     except RuntimeError:
         # a parameter of another model, which the tracer does not convert to a constant
         return None
+
+
+def _traced_value(*tensor: Any) -> Any:
+    """The value of a tensor in the running TorchScript trace; see `traced_number`.
+
+    The transforms of ``torch.func`` wrap traced tensors. The tracer knows none of the wrappers, and
+    the process crashes where it converts one of ``grad`` to a constant.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(*tensor):
+        tensor = (torch._C._functorch.get_unwrapped(*tensor),)
+    return torch._C._get_value_trace(*tensor)  # type: ignore[attr-defined]
 
 
 def is_number(given: Container[int | None], *tensor: Any) -> bool:
@@ -255,7 +266,7 @@ def is_number(given: Container[int | None], *tensor: Any) -> bool:
     if tensor[0].dim():
         return False
     try:
-        waiting = [torch._C._get_value_trace(*tensor)]  # type: ignore[attr-defined]
+        waiting = [_traced_value(*tensor)]
     except RuntimeError:
         return False
     seen: set[int] = set()
