@@ -103,7 +103,8 @@ def name_lookup(original: Any) -> Any:
     """Create the function that finds the variable of a traced tensor: not for tensors that we ask about.
 
     The tracer asks for the name of a value without one, each time; values keep the names that torch
-    gives them, so there must be none in our frames (see `traced_number`).
+    gives them, so there must be none in our frames (see `traced_number`). The names are recorded:
+    see `Trace.variables`.
     """
     if [*inspect.signature(original).parameters] != ["frames_up"]:
         raise TypeError("it does not count frames")
@@ -111,12 +112,18 @@ def name_lookup(original: Any) -> Any:
     @functools.wraps(original)
     def create(frames_up: int = 1) -> Callable[[Any], str]:
         find = original(frames_up + 1)  # it counts the frame of the function below, too
+        names = set[str]()
+        running = script_capture.get()
+        if running is not None:
+            running.trace.variables = names
 
         def name_of(tensor: Any) -> str:
             capture = script_capture.get()
             if capture is not None and capture.trace.asks:
                 return ""
-            return find(tensor)  # type: ignore[no-any-return]
+            name: str = find(tensor)
+            names.add(name)
+            return name
 
         return name_of
 
