@@ -120,7 +120,9 @@ TORCHSCRIPT = Patches(
 
 FASTER_TORCHSCRIPT = Patches(
     Patch("torch._C", "Node.inputs", faster_torchscript.listed("Node", "inputsSize", "inputsAt")),
-    Patch("torch._C", "Node.outputs", faster_torchscript.listed("Node", "outputsSize", "outputsAt")),
+    Patch(
+        "torch._C", "Node.outputs", faster_torchscript.listed("Node", "outputsSize", "outputsAt")
+    ),
     Patch("torch._C", "Node.blocks", faster_torchscript.blocks),
     Patch(
         "torch._C",
