@@ -139,8 +139,8 @@ class TorchScriptCapture(Guarded):
     def _may_dissolve(self, model: Any) -> bool:
         """Whether the graph is the same if blocks of modules are dissolved before the trace ends.
 
-        Hooks may read the blocks afterwards. If a parameter has the name of a variable of the user, torch
-        it renames the value of the variable, with a number at its end that may depend on the copies.
+        Hooks may read the blocks afterwards. If a parameter has the name of a variable of the user,
+        torch renames the value of the variable; the number in its new name may depend on copies.
         """
         variables = self.trace.variables
         if variables is None or has_hooks(model):
