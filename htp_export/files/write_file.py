@@ -1,9 +1,10 @@
 """Write files beside their targets, and rename them to their targets together.
 
 New files are written to a *work folder*, ``.htp-<random>``. It contains a lock, which is released
-when the process ends, and, before the first rename, a journal of renames and removals. Each process
-that creates a work folder first removes those of killed processes: if there is a journal, its
-remaining steps are completed, unless a target was changed meanwhile.
+when the process ends, and, before the first of several changes, a journal of renames and removals.
+One rename of a file needs none: it is done or not. Each process that creates a work folder first
+removes those of killed processes: if there is a journal, its remaining steps are completed, unless
+a target was changed meanwhile.
 
 Only regular files are replaced and removed. A folder is replaced by a folder if it contains only
 files of an earlier run. This is checked after it was moved into the work folder, where other
@@ -112,9 +113,7 @@ class WorkFolder:
             return
         folders = [self.new] if self._keeps_old else [self.new, self._old]
         for folder in folders:
-            # rmtree would wait for a pipe in the place of a folder
-            if folder.is_dir() and not folder.is_symlink():
-                shutil.rmtree(folder, ignore_errors=True)
+            _remove_tree(folder)
         if not filesystem.removes_open_files():
             self._release()
         filesystem.remove(self.path / "lock")
@@ -154,8 +153,9 @@ class WorkFolder:
             if has_old_files:
                 for step in steps:
                     _sync(step.new)
-            self._old.mkdir(exist_ok=True)
-            self._write_journal(steps, removals)
+            if len(steps) != 1 or removals or steps[0].new.is_dir():
+                self._old.mkdir(exist_ok=True)
+                self._write_journal(steps, removals)
             is_renamed = False
             try:
                 self._rename(steps)
@@ -168,7 +168,7 @@ class WorkFolder:
                 if is_renamed or all(step.is_done for step in steps):
                     _note_placed(steps)
                     if _all_done(removals):
-                        self._journal.unlink()
+                        self._journal.unlink(missing_ok=True)
 
     def _write_journal(self, steps: Sequence[_Step], removals: Sequence[_Removal]) -> None:
         """Write the journal completely: with a part of it, a later process could not finish the renames."""
@@ -256,6 +256,18 @@ class WorkFolder:
         except OSError:
             return False
         return not is_possible or _all_done(removals)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder, if it exists; what cannot be removed stays."""
+    try:
+        folder.rmdir()  # it is usually empty
+    except FileNotFoundError:
+        return
+    except OSError:
+        # rmtree would wait for a pipe in the place of a folder
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _replaceable_contents(target: Path, move: Move) -> dict[str, Identity]:

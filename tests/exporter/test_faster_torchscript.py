@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -62,6 +63,106 @@ def test_values_keep_the_names_of_the_users_variables(tmp_path):
         for hurries in (True, False)
     ]
     assert files[0] == files[1]
+
+
+class NamedAsParameter(nn.Module):
+    """Names values, of which one is an output, as one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.inner = nn.Sequential(small_modules(1), small_modules(1))
+
+    def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = given * self.weight
+        for _ in range(3):
+            added = plus_one(weight)  # here the tracer names the tensor
+            weight = self.inner(added) + added
+        return weight, plus_one(weight)
+
+
+def plus_one(given: torch.Tensor) -> torch.Tensor:
+    return given + 1
+
+
+class Several(nn.Module):
+    """Returns two tensors, of which one was changed in place, and keeps one for another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.kept = torch.multiply(self.inner(given), 2)  # an alias, which torch renames
+        changed = given.clone()
+        changed.add_(self.kept)
+        torch.sin(changed)  # dead
+        return changed, self.kept
+
+
+class Crossing(nn.Module):
+    """Reads a tensor that another module kept, and calls modules twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Several()
+        self.second = nn.Sequential(Several(), Last())
+
+    def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        changed, kept = self.first(given)
+        again = self.second(self.second(changed) + kept)
+        return again, self.second[0].kept + self.first.kept
+
+
+class Last(nn.Module):
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return pair[0] - pair[1]
+
+
+def hooked(path: str) -> nn.Module:
+    model = nn.Sequential(small_modules(1), small_modules(1)).eval()
+    model.get_submodule(path).register_forward_hook(lambda module, args, result: result * 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "dissolved"),
+    [
+        (lambda: nn.Sequential(small_modules(2), small_modules(1)), True),
+        (Crossing, True),
+        (NamedAsParameter, False),
+        (lambda: hooked("0"), True),
+        (lambda: hooked(""), False),
+    ],
+    ids=["nested", "crossing", "named as a parameter", "hook", "hook of the model"],
+)
+def test_blocks_of_modules_are_dissolved_before_torch_copies_their_nodes(
+    build, dissolved, tmp_path, monkeypatch
+):
+    """torch copies every node twice for each module around it; names and order stay as it has them."""
+    torch.manual_seed(0)
+    model = build().eval()
+    kept = []
+    original = torchscript.Matching
+
+    def matching(trace: Any, reading: Any, inputs: Any) -> Any:
+        kept.append(trace.dissolves)
+        return original(trace, reading, inputs)
+
+    monkeypatch.setattr(torchscript, "Matching", matching)
+    file = tmp_path / "model.onnx"
+    args = (torch.randn(1, 4),)
+    with_blocks = exported(model, args, file, hurries=False)
+    without = exported(model, args, file, hurries=True)
+    assert without == with_blocks
+    assert kept == [False, dissolved]
+    torch.onnx.export(model, args, file, dynamo=False)
+    ours, theirs = onnx.ModelProto.FromString(without).graph, onnx.load(file).graph
+    for graph in (ours, theirs):
+        for node in graph.node:
+            node.ClearField("metadata_props")
+    assert [*ours.node] == [*theirs.node]
+    assert [*ours.output] == [*theirs.output]
 
 
 @pytest.mark.parametrize(

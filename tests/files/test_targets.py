@@ -442,6 +442,54 @@ def test_a_journal_from_elsewhere_moves_nothing(tmp_path):
     assert listing(tmp_path) == []
 
 
+def test_one_file_is_renamed_without_a_journal_and_several_files_with_one(tmp_path, monkeypatch):
+    """One rename is done or not: a file of an export is written with two folders and a lock."""
+    journals = []
+    write_journal = write_file.WorkFolder._write_journal
+
+    def counted(self: Any, steps: Any, removals: Any) -> None:
+        journals.append([step.target.name for step in steps])
+        write_journal(self, steps, removals)
+
+    monkeypatch.setattr(write_file.WorkFolder, "_write_journal", counted)
+    write_text(tmp_path / "a", "1")
+    write_text(tmp_path / "a", "2")
+    assert journals == []
+    with write_file.work_folder(tmp_path / "a") as work:
+        for name in ("a", "b"):
+            (work.new / name).write_text("3")
+        work.commit([write_file.Move(work.new / name, tmp_path / name) for name in ("a", "b")])
+    assert journals == [["a", "b"]]
+    assert listing(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+@pytest.mark.parametrize(("after", "expected"), [(False, "old"), (True, "new")])
+def test_a_process_that_is_killed_at_its_only_rename_leaves_the_old_file_or_the_new_one(
+    after, expected, tmp_path, monkeypatch
+):
+    target = tmp_path / "a"
+    target.write_text("old")
+    rename = os.replace
+
+    def killed(*paths: Any) -> None:
+        if after:
+            rename(*paths)
+        os._exit(7)
+
+    monkeypatch.setattr(os, "replace", killed)
+    process = os.fork()
+    if not process:
+        write_text(target, "new")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
+    monkeypatch.undo()
+    assert target.read_text() == expected
+    write_text(tmp_path / "b", "removes what is left of killed processes")
+    assert listing(tmp_path) == ["a", "b"]
+    assert target.read_text() == expected
+
+
 def test_identities_of_folders_do_not_change_with_what_is_in_them(tmp_path):
     before = Identity.at(tmp_path)
     (tmp_path / "file").touch()

@@ -20,15 +20,18 @@ from htp_export.exporter.capture.running import script_capture
 from htp_export.exporter.capture.torchscript_internals import may_have_blocks, plain_state
 
 
-def listed(size: str, at: str) -> Callable[[Any], Any]:
+def listed(owner: str, size: str, at: str, node: str = "") -> Callable[[Any], Any]:
     """Create the wrapper of a method that returns an iterator of the values of a node.
 
     The iterator of the bindings ends with an exception of C++, at ten times the cost of the values
     themselves. The exporter asks for it two or three times for each node. ``size`` and ``at`` are
-    methods that return the number of the values, and one of them.
+    methods of a node that return the number of the values, and one of them. ``node`` is the method
+    of ``owner``, a class, that returns the node with the values: inputs of a graph are the outputs of
+    its first node, and outputs the inputs of its last one. Without it, ``owner`` is that of nodes.
     """
 
     def wrap(original: Any) -> Any:
+        node_of = getattr(getattr(torch._C, owner), node) if node else None
         count = getattr(torch._C.Node, size)
         value = getattr(torch._C.Node, at)
 
@@ -36,30 +39,7 @@ def listed(size: str, at: str) -> Callable[[Any], Any]:
         def values(self: Any) -> Iterator[Any]:
             if script_capture.get() is None:
                 return original(self)  # type: ignore[no-any-return]
-            return iter([value(self, place) for place in range(count(self))])
-
-        return values
-
-    return wrap
-
-
-def ends(owner: str, node: str, size: str, at: str) -> Callable[[Any], Any]:
-    """Create the wrapper of a method that returns an iterator of the inputs or outputs of a graph or block.
-
-    They are the outputs of its first node, or the inputs of its last one: see `listed`. ``node`` is
-    the method of ``owner``, a class, that returns this node.
-    """
-
-    def wrap(original: Any) -> Any:
-        node_of = getattr(getattr(torch._C, owner), node)
-        count = getattr(torch._C.Node, size)
-        value = getattr(torch._C.Node, at)
-
-        @functools.wraps(original)
-        def values(self: Any) -> Iterator[Any]:
-            if script_capture.get() is None:
-                return original(self)  # type: ignore[no-any-return]
-            end = node_of(self)
+            end = self if node_of is None else node_of(self)
             return iter([value(end, place) for place in range(count(end))])
 
         return values
@@ -103,7 +83,8 @@ def name_lookup(original: Any) -> Any:
     """Create the function that finds the variable of a traced tensor: not for tensors that we ask about.
 
     The tracer asks for the name of a value without one, each time; values keep the names that torch
-    gives them, so there must be none in our frames (see `traced_number`).
+    gives them, so there must be none in our frames (see `traced_number`). The names are recorded:
+    see `Trace.variables`.
     """
     if [*inspect.signature(original).parameters] != ["frames_up"]:
         raise TypeError("it does not count frames")
@@ -111,12 +92,18 @@ def name_lookup(original: Any) -> Any:
     @functools.wraps(original)
     def create(frames_up: int = 1) -> Callable[[Any], str]:
         find = original(frames_up + 1)  # it counts the frame of the function below, too
+        names = set[str]()
+        running = script_capture.get()
+        if running is not None:
+            running.trace.variables = names
 
         def name_of(tensor: Any) -> str:
             capture = script_capture.get()
             if capture is not None and capture.trace.asks:
                 return ""
-            return find(tensor)  # type: ignore[no-any-return]
+            name: str = find(tensor)
+            names.add(name)
+            return name
 
         return name_of
 
@@ -193,19 +180,26 @@ def _have_mode(module: Any, mode: bool) -> bool:
     return all(_have_mode(child, mode) for child in children)
 
 
-class FewerChecks:
-    """``torch._C`` for the exporter, which checks its graph after ten of its passes: here twice.
+class FewerPasses:
+    """``torch._C`` for the exporter, without passes over its graph that find nothing.
 
-    The checks find faults of torch, and change nothing. The last one before the translation and the
-    last one after it are kept, at their places: a fault that an earlier one would find, they find.
+    It checks its graph after ten of its passes: here twice. The checks find faults of torch, and
+    change nothing. The last one before the translation and the last one after it are kept, at their
+    places: a fault that an earlier one would find, they find.
+
+    It simplifies its graph twice, around the fusion of a product with a sum: here once, if the first
+    time changes nothing, and there is no product to fuse.
     """
 
     def __init__(self, passes: Any) -> None:
-        for name in ("_jit_pass_lint", *self._AFTER_CHECK):
+        for name in ("_jit_pass_lint", *self._SIMPLIFYING, *self._AFTER_CHECK):
             getattr(passes, name)
         self._passes = passes
         self._is_due = False
+        # id of the graph that has not changed since a pass found nothing to simplify; 0 for none
+        self._simple = 0
 
+    _SIMPLIFYING = ("_jit_pass_peephole", "_jit_pass_fuse_addmm")
     # the passes that follow the checks that are kept
     _AFTER_CHECK = (
         "_jit_pass_prepare_division_for_onnx",
@@ -213,6 +207,7 @@ class FewerChecks:
     )
 
     def __getattr__(self, name: str) -> Any:
+        self._simple = 0
         wanted_pass = getattr(self._passes, name)
         if name in self._AFTER_CHECK:
             return functools.partial(self._after_check, wanted_pass)
@@ -229,3 +224,17 @@ class FewerChecks:
             self._is_due = False
             self._passes._jit_pass_lint(graph)
         return run(graph, *rest)
+
+    def _jit_pass_peephole(self, graph: Any, *rest: Any) -> Any:
+        if script_capture.get() is None:
+            return self._passes._jit_pass_peephole(graph, *rest)
+        if self._simple == id(graph):
+            return False
+        changed = self._passes._jit_pass_peephole(graph, *rest)
+        self._simple = id(graph) if changed is False else 0
+        return changed
+
+    def _jit_pass_fuse_addmm(self, graph: Any) -> Any:
+        if graph.findNode("aten::mm") is not None:
+            self._simple = 0
+        return self._passes._jit_pass_fuse_addmm(graph)

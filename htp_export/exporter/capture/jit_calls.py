@@ -70,6 +70,11 @@ class Trace:
         self.asks = False  # whether numbers of values are read: no value gets a name meanwhile
         # call → two numbers: values between them, in the caller's scope, belong to the call
         self._between: dict[int, list[int]] = {}
+        # Whether the blocks of modules are dissolved when the trace ends. torch would do it after
+        # that, and copy each node twice for each module around it: see `_add_nodes`.
+        self.dissolves = False
+        # names of the user's variables that the tracer gave to values; None if they are not observed
+        self.variables: set[str] | None = None
 
     def enter(self, module: Any, state: Any) -> str | None:
         """Record that a module's ``forward`` begins, and return the name of its scope.
@@ -129,7 +134,10 @@ class Trace:
         scoped = [call for call in range(len(self.log.calls)) if call not in self._unscoped]
         outermost = NO_CALL if self._has_root_scope else index
         self.nodes = []
-        self._add_nodes(nodes_in(graph.block()), outermost, scoped)
+        if self.dissolves:
+            self._add_nodes([*nodes_in(graph.block())], outermost, scoped, graph.return_node())
+        else:
+            self._add_nodes(nodes_in(graph.block()), outermost, scoped)
         self._assign_between()
         self.inputs = numbers_of_graph_inputs(graph)
         # raised if the tracer rejects the result: then the export fails, too
@@ -170,19 +178,31 @@ class Trace:
     def _is_number(self, *tensor: Any) -> bool:
         return is_number(self._numbers, *tensor)
 
-    def _add_nodes(self, nodes: Iterable[Any], call: int, later: list[int]) -> None:
+    def _add_nodes(
+        self, nodes: Iterable[Any], call: int, later: list[int], end: Any = None
+    ) -> None:
         """Add every traced node except constants, in order; ``later`` are the calls of blocks to come.
 
         The node of a module's block has the module's scope name. A block belongs to the first later
         call of that module, which is removed from ``later`` with the calls before it.
+
+        With ``end``, every node is moved before it, and the empty blocks are removed. Order, scopes
+        and names are then those that torch gives to copies of the nodes; numbers stay.
         """
         for node in nodes:
             kind = node.kind()
             if kind == "prim::TracedModuleForward":
                 inner = self._call_of_block(node.s("scope"), call, later)
-                block = next(iter(node.blocks()))  # the only one
-                self._add_nodes(nodes_in(block), inner, later)
-            elif kind not in CONSTANTS:
+                inside = nodes_in(next(iter(node.blocks())))  # of its only block
+                if end is None:
+                    self._add_nodes(inside, inner, later)
+                else:
+                    self._add_nodes([*inside], inner, later, end)
+                    node.destroy()
+                continue
+            if end is not None:
+                node.moveBefore(end)
+            if kind not in CONSTANTS:
                 numbers = numbers_of_outputs(node), numbers_of_inputs(node)
                 self.nodes.append(TracedNode(out_of_place(kind), call, *numbers))
 
@@ -244,6 +264,9 @@ class Matching:
         self._was: dict[int, int] = {number: old for old, number in inputs.items()}
         # for each node of the graph, the place of its traced node
         self._places: list[int | None] = [None] * len(self._steps)
+        if trace.dissolves:  # nodes that were moved keep the numbers of their outputs
+            same = self._traced_producer.keys() & self._producer.keys()
+            self._was.update(zip(same, same, strict=True))
         if len(trace.outputs) == len(reading.outputs):
             pairs = zip(reading.outputs, trace.outputs, strict=True)
             self._was.update((number, old) for number, old in pairs if old is not None)

@@ -119,18 +119,20 @@ TORCHSCRIPT = Patches(
 )
 
 FASTER_TORCHSCRIPT = Patches(
-    Patch("torch._C", "Node.inputs", faster_torchscript.listed("inputsSize", "inputsAt")),
-    Patch("torch._C", "Node.outputs", faster_torchscript.listed("outputsSize", "outputsAt")),
+    Patch("torch._C", "Node.inputs", faster_torchscript.listed("Node", "inputsSize", "inputsAt")),
+    Patch(
+        "torch._C", "Node.outputs", faster_torchscript.listed("Node", "outputsSize", "outputsAt")
+    ),
     Patch("torch._C", "Node.blocks", faster_torchscript.blocks),
     Patch(
         "torch._C",
         "Graph.inputs",
-        faster_torchscript.ends("Graph", "param_node", "outputsSize", "outputsAt"),
+        faster_torchscript.listed("Graph", "outputsSize", "outputsAt", "param_node"),
     ),
     Patch(
         "torch._C",
         "Graph.outputs",
-        faster_torchscript.ends("Graph", "return_node", "inputsSize", "inputsAt"),
+        faster_torchscript.listed("Graph", "inputsSize", "inputsAt", "return_node"),
     ),
     Patch(
         "torch.onnx._internal.torchscript_exporter.symbolic_helper",
@@ -141,7 +143,7 @@ FASTER_TORCHSCRIPT = Patches(
     Patch("torch.jit._trace", "_unique_state_dict", faster_torchscript.unique_state),
     Patch("torch.jit", "_unique_state_dict", faster_torchscript.unique_state),
     Patch("torch.nn", "Module.train", faster_torchscript.mode_kept),
-    Patch(_SCRIPT, "_C", faster_torchscript.FewerChecks),
+    Patch(_SCRIPT, "_C", faster_torchscript.FewerPasses),
     Patch(
         "torch.onnx._internal.torchscript_exporter.registration",
         "_dispatch_opset_version",

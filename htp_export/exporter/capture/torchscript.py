@@ -20,7 +20,7 @@ from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versi
 from htp_export.exporter.capture.jit_weights import JitWeights
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.root_module_call import RootCall, RootCalls
-from htp_export.exporter.capture.running import Guarded
+from htp_export.exporter.capture.running import Guarded, hurries
 from htp_export.exporter.capture.saving import KeptWeights
 from htp_export.exporter.capture.torch_internals import (
     has_hooks,
@@ -97,6 +97,7 @@ class TorchScriptCapture(Guarded):
         traced = self.root.choose(model, formatted)
         changes = self.changes.inner()
         keep_autocast_cache(changes)
+        self.trace.dissolves = hurries.get()
         return traced, changes
 
     def called(self, call: RootCall, arguments: tuple[Any, ...]) -> None:
@@ -117,6 +118,8 @@ class TorchScriptCapture(Guarded):
         whether there are any, so that the module returns after them; else the caller applies
         ``changed``.
         """
+        if len(self.trace.log.stack) == 1:  # the model itself
+            self.trace.dissolves = self.trace.dissolves and self._may_dissolve(module)
         if not has_hooks(module):
             self.trace.leave(state, given, result, changed)
             return False
@@ -131,6 +134,21 @@ class TorchScriptCapture(Guarded):
 
         run_after_hooks(self.changes, module, after_hooks)
         self.trace.runs_hooks()
+        return True
+
+    def _may_dissolve(self, model: Any) -> bool:
+        """Whether the graph is the same if blocks of modules are dissolved before the trace ends.
+
+        Hooks may read the blocks afterwards. If a parameter has the name of a variable of the user,
+        torch renames the value of the variable; the number in its new name may depend on copies.
+        """
+        variables = self.trace.variables
+        if variables is None or has_hooks(model):
+            return False
+        for name in self._state:
+            base, _, number = name.rpartition(".")
+            if name in variables or (number.isdecimal() and base in variables):
+                return False
         return True
 
     # --- the first graph --------------------------------------------------------------------------

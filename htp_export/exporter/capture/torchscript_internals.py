@@ -117,7 +117,7 @@ def plain_state(model: Any) -> OrderedDict[str, Any] | None:
     None if a module saves its state in a way of its own.
     """
     found: dict[str, Any] = {}
-    if not _add_plain_state(found, model, ""):
+    if not _add_plain_state(found, model, "", set()):
         return None
     seen: set[int] = set()
     unique: OrderedDict[str, Any] = OrderedDict()
@@ -128,9 +128,20 @@ def plain_state(model: Any) -> OrderedDict[str, Any] | None:
     return unique
 
 
-def _add_plain_state(found: dict[str, Any], module: Any, prefix: str) -> bool:
-    """Add the state of a module and its descendants; return False for one with a way of its own."""
-    if not _saves_as_torch_does(module):
+def _add_plain_state(found: dict[str, Any], module: Any, prefix: str, plain: set[type]) -> bool:
+    """Add the state of a module and its descendants; return False for one with a way of its own.
+
+    ``plain`` are the classes of modules seen so far, which save their state as torch does.
+    """
+    own = vars(module)
+    kind = type(module)
+    if kind not in plain:
+        if not _saves_as_torch_does(kind):
+            return False
+        plain.add(kind)
+    if "state_dict" in own or "_save_to_state_dict" in own:
+        return False
+    if module._state_dict_hooks or module._state_dict_pre_hooks:
         return False
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -139,24 +150,18 @@ def _add_plain_state(found: dict[str, Any], module: Any, prefix: str) -> bool:
         if buffer is not None and name not in module._non_persistent_buffers_set:
             found[prefix + name] = buffer
     for name, child in module._modules.items():
-        if child is not None and not _add_plain_state(found, child, prefix + name + "."):
+        if child is not None and not _add_plain_state(found, child, f"{prefix}{name}.", plain):
             return False
     return True
 
 
-def _saves_as_torch_does(module: Any) -> bool:
-    """Whether nothing but torch's own methods takes part in saving the state of one module."""
-    kind = type(module)
+def _saves_as_torch_does(kind: type) -> bool:
+    """Whether a class of modules saves its state with torch's own methods alone."""
     if not issubclass(kind, torch.nn.Module) or issubclass(kind, torch.jit.ScriptModule):
         return False
     if kind.state_dict is not _STATE_OF or kind._save_to_state_dict is not _SAVE_STATE:
         return False
-    if kind.get_extra_state is not _EXTRA_STATE:
-        return False
-    own = vars(module)
-    if "state_dict" in own or "_save_to_state_dict" in own:
-        return False
-    return not (module._state_dict_hooks or module._state_dict_pre_hooks)
+    return kind.get_extra_state is _EXTRA_STATE
 
 
 @cache
