@@ -28,6 +28,7 @@ from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
 from htp_export.format.torch_metadata import source_lines, write_source
 from htp_export.lineage.tagging import IR_VERSION, remove_tags
+from htp_export.model.recipes import default_recipe
 from htp_export.process.restoring import (
     Changes,
     hold_collection,
@@ -333,7 +334,8 @@ class TorchScript:
                 node.metadata_props.add(key=tags.SOURCE, value=source)
         for tensor in file.proto.graph.initializer:
             recipe = self.capture.recipes.get(tensor.name)
-            if recipe is not None and ir.DataType(tensor.data_type).is_floating_point():
+            default = default_recipe(tensor.name, ir.DataType(tensor.data_type))
+            if recipe is not None and recipe != default:
                 tensor.metadata_props.add(key=tags.RECIPE, value=recipe_to_text(recipe))
         for key, value in new_tags.model.items():
             file.proto.metadata_props.add(key=key, value=value)

@@ -140,6 +140,7 @@ _FORMS: Mapping[str, _Form] = {
     "narrow": _Form(setting=_is_text, keeps_zeros=True),
     "slice": _Form(setting=_is_cut, keeps_zeros=True),
     "take": _Form(setting=_is_rows, keeps_zeros=True),
+    "gather": _Form(2, 2, _is_axis),
     "concat": _Form(1, MOST_OPERANDS, _is_axis, keeps_zeros=True),
     "quantize": _Form(setting=_is_blocks),
     "round": _Form(setting=_is_rounding),
@@ -344,6 +345,8 @@ def _joined_in_words(word: str, recipe: list[Any]) -> str:
     named = ", ".join(listed) + more if more else " and ".join(listed)
     if word == "concat":
         return f"{named}, joined"
+    if word == "gather":
+        return f"{names[0]}, rows that {listed[-1]} selects"
     if word == "equal":
         return f"{listed[0]}, equal to other parameters" if listed else "equal parameters"
     return f"computed of {named} ({recipe[-1]})" if word == "computed" else f"computed of {named}"

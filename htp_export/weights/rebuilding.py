@@ -336,6 +336,7 @@ _STEPS: Mapping[str, Callable[..., Any]] = {
     "slice": _slice,
     "concat": lambda *parts: np.concatenate(parts[:-1], axis=parts[-1]),
     "unpack": lambda array, held: unpacked(array, held[0], held[1], _type(held[2])),
+    "gather": lambda array, rows, axis: np.take(array, rows, axis),
     "take": lambda array, rows: np.take(array, np.array(rows[1], np.int64), rows[0]),
 }
 

@@ -143,7 +143,7 @@ class JitWeights:
         )
 
     def finish(self, graph: Any, steps: Iterable[JitStep]) -> dict[str, Recipe]:
-        """Name of an initializer → its recipe, unless it is the parameter of this name.
+        """Name of an initializer → its recipe.
 
         ``steps`` are those of the graph.
         """
@@ -158,8 +158,7 @@ class JitWeights:
                 recipe = self._recipe(output, position, names[number], joined)
                 if recipe is not None:
                     found.setdefault(names[number], []).append(recipe)
-        recipes = {name: merged(recipes) for name, recipes in found.items()}
-        return {name: recipe for name, recipe in recipes.items() if recipe != name}
+        return {name: merged(recipes) for name, recipes in found.items()}
 
     def _convolutions_with_norms(
         self, graph: Any, nodes: Sequence[tuple[int, tuple[int, ...]]]
