@@ -29,6 +29,8 @@ _DEEPEST = 40
 MOST_OPERANDS = 256
 """Operands of a concatenation: more than the experts of a layer."""
 
+_MOST_LISTED = MOST_OPERANDS // 4  # entries of a tensor that cannot be computed again
+
 _LARGEST_BLOCK = 1 << 16  # elements with the same scale: quantizers use at most a row
 
 
@@ -219,7 +221,18 @@ def _computed(operands: Sequence[Any], reason: str) -> Recipe:
     for operand in operands:
         names.update(dict.fromkeys(parameters_in(operand)))
     # of many operands, the first ones: nobody can repeat the computation
-    return ["computed", *list(names)[: MOST_OPERANDS // 4], reason]
+    return ["computed", *list(names)[:_MOST_LISTED], reason]
+
+
+def is_listed_whole(recipe: Recipe) -> bool:
+    """Return whether a tensor cannot be computed again, and its recipe lists all of its entries.
+
+    Examples:
+        >>> is_listed_whole(["computed", "fc.weight", "hqq"]), is_listed_whole(["computed", "hqq"])
+        (True, False)
+    """
+    names = set(parameters_in(recipe))
+    return bool(why_not_exact(recipe)) and 0 < len(names) < _MOST_LISTED
 
 
 def why_not_exact(recipe: Recipe) -> str:

@@ -263,10 +263,13 @@ def follow(
                 known[value] = recipe_of(value)
         if is_standard(node, *SIZES_ONLY):
             known.update(dict.fromkeys(node.outputs, CONSTANT))
-        elif all(value is None or value in known for value in node.inputs) and not subgraphs(node):
-            known.update(_of_node(node, known, positions, arithmetic or {}))
-        elif is_standard(node, "CastLike") and node.inputs[0] in known:
+            continue
+        # of its second input, a CastLike reads the type alone
+        if is_standard(node, "CastLike") and node.inputs[0] in known:
             known.update(_cast_like(node, known, positions))
+        is_known = all(value is None or value in known for value in node.inputs)
+        if is_known and node.outputs[0] not in known and not subgraphs(node):
+            known.update(_of_node(node, known, positions, arithmetic or {}))
 
 
 class _Positions:

@@ -52,13 +52,11 @@ class MadeWeights:
             name = str(value.name)
             self.known[value] = state.get(name, CONSTANT)
         self._state = state
-        self.parameters = ReadParameters(
-            {
-                state[str(value.name)]: value.const_value
-                for value in graph.initializers.values()
-                if value.name in state and value.uses()
-            }
-        )
+        tensors: dict[str, ir.TensorProtocol] = {}
+        for value in graph.initializers.values():
+            if value.name in state and value.uses() and value.const_value is not None:
+                tensors[state[str(value.name)]] = value.const_value
+        self.parameters = ReadParameters(tensors, tensors)
         self._foldings = list[_Folding]()
         follow(graph, nodes, self.known, FOLDED_BY_NUMPY)
         self._names_in_functions: set[str] = set()
