@@ -121,7 +121,7 @@ TORCHSCRIPT = Patches(
 NUMBERS_READ = Patches(
     *(
         Patch("torch", f"Tensor.{name}", torchscript_patches.reading_numbers)
-        for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
+        for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__")
     ),
     lasting=True,
 )
