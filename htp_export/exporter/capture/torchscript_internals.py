@@ -138,7 +138,7 @@ def inputs_behind(tensor: Any, entries: int) -> set[int]:
     first = len(positions) - entries
     found: set[int] = set()
     seen: set[int] = set()
-    waiting = [torch._C._get_value_trace(tensor)]
+    waiting = [torch._C._get_value_trace(tensor)]  # type: ignore[attr-defined]
     while waiting:
         value = waiting.pop()
         if value.unique() in seen:
