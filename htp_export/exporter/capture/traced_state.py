@@ -1,4 +1,4 @@
-"""The parameters and buffers of a traced model, and those that its Python code reads as numbers.
+"""The parameters and buffers of a traced model, and which of them its Python code reads as numbers.
 
 A trace records no operation for ``self.scale.item()``, ``if self.flag:`` or ``self.weight.data``: the
 number, the branch or the tensor becomes a constant of the graph, and fits these values alone.
@@ -43,7 +43,7 @@ class TracedState:
         self._read: dict[str, None] = {}
 
     def read(self, tensor: Any) -> None:
-        """Record that Python reads the numbers of a tensor: those of entries, or computed from them alone."""
+        """Record that Python reads the numbers of an entry, or of a tensor computed from entries alone."""
         names = self._places.get(storage_of(tensor)) or self._behind(tensor)
         self._read.update(dict.fromkeys(names))
 
@@ -76,7 +76,7 @@ class TracedState:
 
 
 class _Adapted(Mapping[str, ir.TensorProtocol]):
-    """torch's tensors as those of onnx_ir, on access."""
+    """Adapters of onnx_ir for torch's tensors, made on access."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._tensors = tensors
