@@ -27,6 +27,7 @@ from htp_export.model.folded_recipes import merged
 from htp_export.model.hashes import array_hash, is_filled, same_numbers
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import (
+    default_recipe,
     known_beginning,
     recipe_of,
     recipes_of_computed,
@@ -196,14 +197,13 @@ def carry_recipes(before: ir.Model | None, after: ir.Model) -> None:
     for graph in after.graphs():
         for name, value in graph.initializers.items():
             tensor = value.const_value
-            if (
-                tensor is None
-                or not originals.may_be_weight(name, tensor)
-                or originals.has_new_recipe(name, tensor)
-            ):
+            if tensor is None or originals.has_new_recipe(name, tensor):
                 continue
-            recipe = originals.recipe(name, tensor)
-            if recipe != name or tags.RECIPE in tensor.metadata_props:
+            if originals.may_be_weight(name, tensor):
+                recipe = originals.recipe(name, tensor)
+            else:
+                recipe = originals.recipe_of_positions(name, tensor)
+            if recipe != default_recipe(name, tensor.dtype) or tags.RECIPE in tensor.metadata_props:
                 value.const_value = recorded(tensor, recipe)
 
 
@@ -264,8 +264,11 @@ class _Originals:
 
     def _add(self, value: ir.Value) -> None:
         tensor = stored_tensor(value)
-        if tensor is not None and holds_numbers(tensor.dtype):
-            self._named[str(value.name)] = tensor, recipe_of(value)
+        if tensor is None:
+            return
+        recipe = recipe_of(value)
+        if holds_numbers(tensor.dtype) or recipe != CONSTANT:
+            self._named[str(value.name)] = tensor, recipe
 
     def _add_products(self, graph: ir.Graph) -> None:
         """Add the products of a layer's weight and bias with a factor after it: tools move it into the layer."""
@@ -336,6 +339,28 @@ class _Originals:
             return known or self._as_product(tensor) or vague
         except (FileError, OSError):
             return ["computed", _BY_A_TOOL]
+
+    def recipe_of_positions(self, name: str, tensor: ir.TensorProtocol) -> Recipe:
+        """The recipe of integers or conditions of the result: a constant, unless entries determine them.
+
+        Equal numbers under another name may be equal by chance, such as positions that are counted
+        from 0.
+        """
+        computed = self._computed.get(name, CONSTANT)
+        with contextlib.suppress(FileError, OSError):  # a data file is gone
+            original = self._named.get(name)
+            if original is not None and same_numbers(original[0], tensor):
+                return original[1]
+            made = self._as_computed(computed, tensor)
+            if made is not None:
+                return made
+            same = self._by_hash(tensor.dtype, tensor.size)
+            if same:
+                equal = same.get(array_hash(np.asarray(tensor.numpy())), ())
+                computed = step("computed", computed, *(each for _, each in equal), _BY_A_TOOL)
+        if next(parameters_in(computed), None) is None:
+            return CONSTANT
+        return step("computed", computed, _BY_A_TOOL)
 
     def _as_computed(self, recipe: Recipe | None, tensor: ir.TensorProtocol) -> Recipe | None:
         """The recipe of the nodes that computed a tensor of this name, if it gives these numbers."""

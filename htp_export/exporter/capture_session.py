@@ -24,10 +24,12 @@ from htp_export.exporter.write_tags import make_tags
 from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.model_metadata import write_assumed
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
 from htp_export.format.torch_metadata import source_lines, write_source
 from htp_export.lineage.tagging import IR_VERSION, remove_tags
+from htp_export.model.recipes import default_recipe
 from htp_export.process.restoring import (
     Changes,
     hold_collection,
@@ -255,7 +257,7 @@ def _nodes(program: Any) -> Iterator[Any]:
 class TorchScript:
     """One export under ``dynamo=False``."""
 
-    patches = (patches.TORCHSCRIPT,)
+    patches = (patches.TORCHSCRIPT, patches.NUMBERS_READ)
 
     def __init__(
         self,
@@ -317,7 +319,8 @@ class TorchScript:
         try:
             return _captured(export, self.model, self._changes, (running.script_capture, capture))
         finally:
-            capture.tag = capture.kept = None  # they refer to the weights, and to each other
+            # they refer to the weights, and to each other
+            capture.tag = capture.kept = capture.state = None
 
     def _tagged(self, file: SerializedModel) -> Iterable[bytes | memoryview]:
         with seam("matching the nodes of the ONNX graph with what the modules ran"):
@@ -333,9 +336,14 @@ class TorchScript:
                 node.metadata_props.add(key=tags.SOURCE, value=source)
         for tensor in file.proto.graph.initializer:
             recipe = self.capture.recipes.get(tensor.name)
-            if recipe is not None and ir.DataType(tensor.data_type).is_floating_point():
+            default = default_recipe(tensor.name, ir.DataType(tensor.data_type))
+            if recipe is not None and recipe != default:
                 tensor.metadata_props.add(key=tags.RECIPE, value=recipe_to_text(recipe))
-        for key, value in new_tags.model.items():
+        metadata = {**new_tags.model}
+        if self.capture.state is not None:
+            assumed = self.capture.state.assumed(self.capture.recipes.values())
+            write_assumed(metadata, assumed)
+        for key, value in metadata.items():
             file.proto.metadata_props.add(key=key, value=value)
         file.proto.graph.name = new_tags.graph_name or file.proto.graph.name
         file.proto.ir_version = max(file.proto.ir_version, IR_VERSION)

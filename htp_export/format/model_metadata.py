@@ -72,20 +72,23 @@ def _write(metadata: MutableMapping[str, str], key: str, entries: Mapping[str, A
         metadata[key] = tags.json_text(entries)
 
 
-def write_assumed(metadata: MutableMapping[str, str], assumed: Mapping[str, float]) -> None:
-    """Write parameter → the number that all of its elements have to be."""
+def write_assumed(metadata: MutableMapping[str, str], assumed: Mapping[str, float | str]) -> None:
+    """Write entry → the number that all of its elements have to be, or their hash."""
     _write(metadata, tags.ASSUMED, assumed)
 
 
-def assumed_from_json(text: str) -> dict[str, float]:
-    """Return parameter → the number that all of its elements have to be; a ValueError if invalid.
+def assumed_from_json(text: str) -> dict[str, float | str]:
+    """Return entry → the number that all of its elements have to be, or their hash; a ValueError if invalid.
 
     Examples:
         >>> assumed_from_json('{"fc.bias":0}')
         {'fc.bias': 0.0}
     """
-    numbers = tags.json_object(tags.ASSUMED, text, "parameters and numbers", (int, float))
-    return {name: float(number) for name, number in numbers.items()}
+    found = tags.json_object(tags.ASSUMED, text, "numbers and hashes", (int, float, str))
+    assumed: dict[str, float | str] = {}
+    for name, wanted in found.items():
+        assumed[name] = wanted if isinstance(wanted, str) else float(wanted)
+    return assumed
 
 
 def read_contamination(metadata: Mapping[str, str]) -> set[tuple[str, str, bool]]:

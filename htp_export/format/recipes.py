@@ -29,6 +29,8 @@ _DEEPEST = 40
 MOST_OPERANDS = 256
 """Operands of a concatenation: more than the experts of a layer."""
 
+_MOST_LISTED = MOST_OPERANDS // 4  # entries of a tensor that cannot be computed again
+
 _LARGEST_BLOCK = 1 << 16  # elements with the same scale: quantizers use at most a row
 
 
@@ -140,6 +142,7 @@ _FORMS: Mapping[str, _Form] = {
     "narrow": _Form(setting=_is_text, keeps_zeros=True),
     "slice": _Form(setting=_is_cut, keeps_zeros=True),
     "take": _Form(setting=_is_rows, keeps_zeros=True),
+    "gather": _Form(2, 2, _is_axis),
     "concat": _Form(1, MOST_OPERANDS, _is_axis, keeps_zeros=True),
     "quantize": _Form(setting=_is_blocks),
     "round": _Form(setting=_is_rounding),
@@ -218,7 +221,18 @@ def _computed(operands: Sequence[Any], reason: str) -> Recipe:
     for operand in operands:
         names.update(dict.fromkeys(parameters_in(operand)))
     # of many operands, the first ones: nobody can repeat the computation
-    return ["computed", *list(names)[: MOST_OPERANDS // 4], reason]
+    return ["computed", *list(names)[:_MOST_LISTED], reason]
+
+
+def is_listed_whole(recipe: Recipe) -> bool:
+    """Return whether a tensor cannot be computed again, and its recipe lists all of its entries.
+
+    Examples:
+        >>> is_listed_whole(["computed", "fc.weight", "hqq"]), is_listed_whole(["computed", "hqq"])
+        (True, False)
+    """
+    names = set(parameters_in(recipe))
+    return bool(why_not_exact(recipe)) and 0 < len(names) < _MOST_LISTED
 
 
 def why_not_exact(recipe: Recipe) -> str:
@@ -344,6 +358,8 @@ def _joined_in_words(word: str, recipe: list[Any]) -> str:
     named = ", ".join(listed) + more if more else " and ".join(listed)
     if word == "concat":
         return f"{named}, joined"
+    if word == "gather":
+        return f"{names[0]}, rows that {listed[-1]} selects"
     if word == "equal":
         return f"{listed[0]}, equal to other parameters" if listed else "equal parameters"
     return f"computed of {named} ({recipe[-1]})" if word == "computed" else f"computed of {named}"

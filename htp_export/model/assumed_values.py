@@ -1,14 +1,16 @@
-"""Parameters that are no longer in a graph, because an optimiser removed what they do with their values.
+"""Entries of the ``state_dict`` whose values a file was computed with, so that others do not fit.
 
-``x + bias`` is ``x`` if the bias is zero. Such a graph computes the model only for this value, which
-is recorded as ``htp.assumed``, so that other weights are not taken for it in silence.
+An optimiser removes ``x + bias`` if the bias is zero: the graph computes the model only for this
+value. A tensor that was computed in a way that cannot be repeated fits the entries that it was
+computed from, which many checkpoints share: positions, frequencies, masks. Both are recorded as
+``htp.assumed``, so that other values are not taken for these in silence.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -17,8 +19,21 @@ from htp_export.errors import FileError, InputError
 from htp_export.format import tags
 from htp_export.format.model_metadata import assumed_from_json, write_assumed
 from htp_export.format.parameters import declared, parameters_from_json
-from htp_export.format.recipes import Recipe, is_layout, parameters_in, steps_in
+from htp_export.format.recipes import (
+    Recipe,
+    is_layout,
+    is_listed_whole,
+    parameters_in,
+    steps_in,
+)
+from htp_export.model.hashes import array_hash
 from htp_export.model.recipes import recipe_of
+
+ENTIRE = "="
+"""Before the hash of an entry on whose values more depends than tensors that cannot be computed again."""
+
+_UNREADABLE = (FileError, TypeError, ValueError, RuntimeError)
+"""A tensor on torch's meta device has no elements, and a data file may be missing."""
 
 ModulesByParameter = Mapping[str, Collection[str]]
 
@@ -29,21 +44,28 @@ class ReadParameters:
     Args:
         tensors: Name → a tensor with its elements; None if no tensor has them. It is read only if the
             parameter is gone afterwards.
+        entries: Name → a tensor with its elements in its own layout.
     """
 
-    def __init__(self, tensors: Mapping[str, ir.TensorProtocol | None]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, ir.TensorProtocol | None],
+        entries: Mapping[str, ir.TensorProtocol],
+    ) -> None:
         self._tensors = tensors
+        self._entries = entries
 
     @classmethod
     def of(cls, model: ir.Model) -> ReadParameters:
         """Return the parameters that the nodes of a tagged model read."""
-        return cls(_read(model))
+        return cls(_read(model), _stored_as_they_are(model))
 
     def record_assumed(self, model: ir.Model) -> None:
-        """Record the values of parameters that the nodes of the optimised model do not read any more.
+        """Record the values of entries that the optimised model was computed with.
 
-        Only parameters of which all elements are one number: for others, no operation is removed,
-        and those that serve their shape alone may go.
+        Numbers of parameters that nodes do not read any more, if all elements are one number: for
+        others, no operation is removed, and those that serve their shape alone may go. Hashes of
+        entries of tensors that cannot be computed again.
         """
         left = _read(model)
         text = model.metadata_props.get(tags.ASSUMED, "{}")
@@ -55,7 +77,50 @@ class ReadParameters:
             number = None if name in left or tensor is None else only_number(tensor)
             if number is not None:
                 assumed[name] = number
-        write_assumed(model.metadata_props, assumed)
+        hashes = hashes_of_assumed(_recipes(model), self._entries)
+        write_assumed(model.metadata_props, {**hashes, **assumed})
+
+
+def hashes_of_assumed(
+    recipes: Iterable[Recipe], entries: Mapping[str, ir.TensorProtocol]
+) -> dict[str, str]:
+    """Return entry → hash, for the entries of tensors that cannot be computed again."""
+    names: set[str] = set()
+    for recipe in recipes:
+        if is_listed_whole(recipe):
+            names.update(parameters_in(recipe))
+    hashes: dict[str, str] = {}
+    for name in sorted(names & entries.keys()):
+        hashed = hash_of_entry(entries[name])
+        if hashed is not None:
+            hashes[name] = hashed
+    return hashes
+
+
+def hash_of_entry(tensor: ir.TensorProtocol) -> str | None:
+    """The hash of the elements of a tensor, in order; None if they are not known."""
+    with contextlib.suppress(*_UNREADABLE):
+        return array_hash(np.asarray(tensor.numpy())).hex()
+    return None
+
+
+def _recipes(model: ir.Model) -> Iterator[Recipe]:
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            yield recipe_of(value)
+
+
+def _stored_as_they_are(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    """Entry → the tensor of a model that is equal to it."""
+    stored: dict[str, ir.TensorProtocol] = {}
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            recipe, tensor = recipe_of(value), value.const_value
+            operands = recipe[1:] if isinstance(recipe, list) and recipe[0] == "equal" else [recipe]
+            for operand in operands:
+                if isinstance(operand, str) and tensor is not None:
+                    stored[operand] = tensor
+    return stored
 
 
 def _read(model: ir.Model) -> dict[str, ir.TensorProtocol | None]:
@@ -108,8 +173,7 @@ def only_number(tensor: ir.TensorProtocol) -> float | None:
         >>> only_number(ir.tensor(np.zeros(3))), only_number(ir.tensor(np.arange(3.0)))
         (0.0, None)
     """
-    # a tensor on torch's meta device has no elements, and a data file may be missing
-    with contextlib.suppress(FileError, TypeError, ValueError, RuntimeError):
+    with contextlib.suppress(*_UNREADABLE):
         array = np.asarray(tensor.numpy())
         if array.size and (array == array.flat[0]).all():
             return float(array.flat[0])

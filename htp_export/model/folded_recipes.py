@@ -9,10 +9,13 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.format.recipes import CONSTANT, MOST_OPERANDS, Recipe, recipe_to_text, step
-from htp_export.shapes.operator_kinds import RESHAPING
+from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY
 
 ARITHMETIC = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "neg", "Sqrt": "sqrt"}
 """Operators whose rounding IEEE 754 defines, so that every runtime computes the same bits."""
+
+_ARRANGING = RESHAPING | {"Expand", "Tile", "Gather", "GatherND", "Slice", "Split"}
+"""Operators whose inputs after the first one are positions, axes or sizes."""
 
 
 def merged(recipes: Iterable[Recipe]) -> Recipe:
@@ -44,6 +47,8 @@ def folded(
         sizes: Returns the shape of the output, or None.
         output: The position of the output.
     """
+    if op_type in SIZES_ONLY:
+        return CONSTANT
     if op_type == "Identity":
         return operands[0]
     if op_type == "Transpose":
@@ -53,9 +58,12 @@ def folded(
     if op_type == "Concat":
         return step("concat", *operands, int(attributes["axis"]))
     recipe = None
-    if op_type in RESHAPING or op_type in ("Squeeze", "Unsqueeze", "Expand"):
+    if op_type in _ARRANGING and any(operand != CONSTANT for operand in operands[1:]):
+        # its positions, axes or sizes depend on entries, too
+        recipe = _looked_up(op_type, attributes, *operands[:2])
+    elif op_type in RESHAPING or op_type in ("Squeeze", "Unsqueeze", "Expand"):
         recipe = _reshaped(op_type, operands[0], constant, sizes)
-    elif op_type in ("Gather", "Slice", "Split"):
+    elif op_type in ("Gather", "GatherND", "Slice", "Split"):
         recipe = _selected(op_type, attributes, operands[0], constant, sizes, output)
     elif op_type == "Tile":
         recipe = _tiled(operands[0], constant(1))
@@ -104,11 +112,29 @@ def _selected(
     positions = constant(1)
     if positions is None:
         return None
+    if op_type == "GatherND":
+        if attributes.get("batch_dims", 0) or positions.shape[-1:] != (1,):
+            return None
+        return _gathered(operand, 0, positions[..., 0], sizes())
     axis = int(attributes.get("axis", 0))
     if op_type == "Split":
         start = int(positions[:output].sum())
         return step("slice", operand, [axis, start, start + int(positions[output]), 1])
     return _gathered(operand, axis, positions, sizes())
+
+
+def _looked_up(
+    op_type: str, attributes: Mapping[str, Any], table: Recipe, rows: Recipe
+) -> Recipe | None:
+    """The recipe of the rows of a table that another tensor selects; None for other operators."""
+    if op_type == "Gather":
+        return step("gather", table, rows, int(attributes.get("axis", 0)))
+    is_gather = op_type == "GatherND" and not attributes.get("batch_dims", 0)
+    # torch's dynamo exporter adds the last axis, of one element
+    match rows if is_gather else None:
+        case ["unsqueeze", positions, [-1]] | ["concat", ["unsqueeze", positions, [-1]], -1]:
+            return step("gather", table, positions, 0)
+    return None
 
 
 def _tiled(operand: Recipe, repeats: Any) -> Recipe | None:

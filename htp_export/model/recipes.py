@@ -15,7 +15,7 @@ from htp_export.errors import InputError
 from htp_export.files.lazy_tensor import viewed
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_from_text, recipe_to_text, step
-from htp_export.model.folded_recipes import folded
+from htp_export.model.folded_recipes import folded, merged
 from htp_export.model.hashes import array_hash
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.neighbours import dependencies_first
@@ -39,11 +39,21 @@ def recipe_of(value: ir.Value) -> Recipe:
         return CONSTANT
     text = tensor.metadata_props.get(tags.RECIPE)
     if text is None:
-        return str(value.name) if tensor.dtype.is_floating_point() else CONSTANT
+        return default_recipe(str(value.name), tensor.dtype)
     try:
         return recipe_from_text(text)
     except ValueError as error:
         raise InputError(f"initializer {value.name!r}: {tags.RECIPE}: {error}") from error
+
+
+def default_recipe(name: str, dtype: ir.DataType) -> Recipe:
+    """The recipe of an initializer for which none is recorded.
+
+    Examples:
+        >>> default_recipe("fc.weight", ir.DataType.FLOAT), default_recipe("position_ids", ir.DataType.INT64)
+        ('fc.weight', ['constant'])
+    """
+    return name if dtype.is_floating_point() else CONSTANT
 
 
 def recorded(tensor: ir.TensorProtocol, recipe: Recipe) -> ir.TensorProtocol:
@@ -89,6 +99,24 @@ def lift_constants(model: ir.Model) -> bool:
     return modified
 
 
+def depends_on_entries(value: ir.Value) -> bool:
+    """Whether the elements of a value are computed from a stored tensor that is not constant."""
+    producer = value.producer()
+    if producer is None:
+        return value.const_value is not None and recipe_of(value) != CONSTANT
+    for node in dependencies_first(producer, _nodes_read, set()):
+        read = () if is_standard(node, *SIZES_ONLY) else node.inputs
+        for each in read:
+            if each is not None and each.producer() is None and depends_on_entries(each):
+                return True
+    return False
+
+
+def _nodes_read(node: ir.Node) -> Iterable[ir.Node]:
+    """The producers of the inputs whose elements a node reads."""
+    return () if is_standard(node, *SIZES_ONLY) else node.predecessors()
+
+
 def of_values(why: str, *values: ir.Value | None) -> Recipe:
     """The recipe of a tensor that is computed from others without a step of its own.
 
@@ -128,28 +156,29 @@ def replaced_by(
     stored: StoredTensors | None = None
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        if tensor is None or not tensor.dtype.is_floating_point():
-            continue
-        if tags.RECIPE in tensor.metadata_props:
+        if tensor is None or tags.RECIPE in tensor.metadata_props:
             continue
         if name in before and before[name] is tensor:
             continue
-        if name in before:
+        is_integer = not tensor.dtype.is_floating_point()
+        if name in before and not is_integer:
             recipe = step("computed", name, tool)
-        elif computed.get(name) == CONSTANT:
+        elif computed.get(name, CONSTANT if is_integer else None) == CONSTANT:
             recipe = CONSTANT
         else:
             stored = stored or StoredTensors(before)
             joined = stored.joined(tensor)
             recipe = joined or step("computed", computed.get(name, CONSTANT), tool)
-        value.const_value = recorded(tensor, recipe)
+        if recipe != default_recipe(name, tensor.dtype):
+            value.const_value = recorded(tensor, recipe)
 
 
 class StoredTensors:
     """Stored tensors by their numbers, so that one that was joined of some of them is recognised."""
 
     def __init__(self, tensors: Mapping[str, ir.TensorProtocol | None]) -> None:
-        self._by_hash: dict[bytes, Recipe] = {}
+        # hash of numbers → the shapes and recipes of tensors that have them
+        self._by_hash: dict[bytes, list[tuple[tuple[int, ...], Recipe]]] = {}
         for name, tensor in tensors.items():
             if tensor is not None and tensor.dtype.is_floating_point() and tensor.size > 1:
                 self._add(name, tensor)
@@ -160,21 +189,32 @@ class StoredTensors:
             return
         text = tensor.metadata_props.get(tags.RECIPE)
         recipe = name if text is None else recipe_from_text(text)
-        self._by_hash.setdefault(_hash(array), recipe)
+        self._record(array, recipe)
         if array.ndim == 2:
-            self._by_hash.setdefault(_hash(array.T), step("transpose", recipe, [1, 0]))
+            self._record(array.T, step("transpose", recipe, [1, 0]))
+
+    def _record(self, array: Any, recipe: Recipe) -> None:
+        self._by_hash.setdefault(array_hash(array), []).append((array.shape, recipe))
+
+    def _recipe(self, array: Any) -> Recipe | None:
+        """The recipe of a tensor with the numbers of an array, in any shape; all recipes of equal ones."""
+        found: list[Recipe] = []
+        for shape, recipe in self._by_hash.get(array_hash(array), ()):
+            is_like = shape == array.shape
+            found.append(recipe if is_like else step("reshape", recipe, list(array.shape)))
+        return merged(found) if found else None
 
     def joined(self, tensor: ir.TensorProtocol) -> Recipe | None:
         """The recipe of a tensor that is one of these, or a concatenation of two or three of one size."""
         array = np.asarray(tensor.numpy())
-        whole = self._by_hash.get(_hash(array))
+        whole = self._recipe(array)
         if whole is not None:
             return whole
         for axis, size in enumerate(array.shape):
             for count in _JOINED:
                 if size % count or not size:
                     continue
-                parts = [self._by_hash.get(_hash(part)) for part in np.split(array, count, axis)]
+                parts = [self._recipe(part) for part in np.split(array, count, axis)]
                 if all(part is not None for part in parts):
                     return step("concat", *parts, axis)
         return None
@@ -182,10 +222,6 @@ class StoredTensors:
 
 _JOINED = (3, 2)
 """Projections that attention operators read as one: queries, keys and values; or keys and values."""
-
-
-def _hash(array: Any) -> bytes:
-    return array_hash(np.ascontiguousarray(array)) + str(array.shape).encode()
 
 
 FOLDED_BY_NUMPY = {"Exp": "exp"}
@@ -227,10 +263,13 @@ def follow(
                 known[value] = recipe_of(value)
         if is_standard(node, *SIZES_ONLY):
             known.update(dict.fromkeys(node.outputs, CONSTANT))
-        elif all(value is None or value in known for value in node.inputs) and not subgraphs(node):
-            known.update(_of_node(node, known, positions, arithmetic or {}))
-        elif is_standard(node, "CastLike") and node.inputs[0] in known:
+            continue
+        # of its second input, a CastLike reads the type alone
+        if is_standard(node, "CastLike") and node.inputs[0] in known:
             known.update(_cast_like(node, known, positions))
+        is_known = all(value is None or value in known for value in node.inputs)
+        if is_known and node.outputs[0] not in known and not subgraphs(node):
+            known.update(_of_node(node, known, positions, arithmetic or {}))
 
 
 class _Positions:

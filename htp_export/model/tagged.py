@@ -267,7 +267,7 @@ class TaggedModel:
         return [value for value in self.model.graph.outputs if value.name not in self.taps]
 
     @property
-    def assumed(self) -> Mapping[str, float]:
+    def assumed(self) -> Mapping[str, float | str]:
         """Parameter that an optimiser removed with its value → this value, of all of its elements."""
         return self._read(tags.ASSUMED, assumed_from_json) or {}
 

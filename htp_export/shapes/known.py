@@ -11,7 +11,9 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
+from htp_export.format import tags
 from htp_export.format.bounds import LARGEST, MOST_DIMENSIONS
+from htp_export.format.recipes import CONSTANT, recipe_to_text
 from htp_export.shapes.expressions import evaluate
 from htp_export.shapes.sizes import Dim, is_unnamed, symbol, unnamed
 
@@ -244,9 +246,17 @@ class Known:
         tensor = value.const_value
         if tensor is None:
             tensor = constant_tensor(value) if value.producer() is not None else None
-        if tensor is None or value.is_graph_input():
+        if tensor is None or value.is_graph_input() or is_entry(tensor):
             return None
         return small_array(tensor)
+
+
+def is_entry(tensor: ir.TensorProtocol) -> bool:
+    """Whether integers are of the model's ``state_dict``: another checkpoint may have others."""
+    recipe = tensor.metadata_props.get(tags.RECIPE)
+    if recipe is None or tensor.dtype.is_floating_point():
+        return False
+    return recipe != recipe_to_text(CONSTANT)
 
 
 def possible(shape: Shape) -> Shape | None:

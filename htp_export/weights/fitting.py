@@ -13,7 +13,7 @@ from htp_export.errors import InputError, nearest_names
 from htp_export.files.data_files import DataTensor
 from htp_export.format.parameters import Declared
 from htp_export.format.recipes import Recipe, is_layout, operands_of, parameters_in
-from htp_export.model.assumed_values import only_number
+from htp_export.model.assumed_values import ENTIRE, hash_of_entry, only_number
 from htp_export.model.hashes import same_numbers
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.rebuilding import recipes_of_stored
@@ -33,8 +33,8 @@ class Needed:
         kinds: Entry → its type at the export, if a stored tensor has this type.
         declared: Parameter → its module and shape in the file's metadata.
         modules: The paths of the modules.
-        assumed: Parameter → the number that all of its elements have to be, because an optimiser
-            removed it from the graph.
+        assumed: Entry → the number that all of its elements have to be, because an optimiser removed
+            it from the graph; or the hash of its elements at the export.
     """
 
     recipes: Mapping[ir.Value, Recipe]
@@ -42,7 +42,7 @@ class Needed:
     kinds: Mapping[str, ir.DataType]
     declared: Mapping[str, Declared]
     modules: Collection[str]
-    assumed: Mapping[str, float]
+    assumed: Mapping[str, float | str]
 
     @classmethod
     def of(cls, tagged: TaggedModel) -> Needed:
@@ -89,6 +89,8 @@ class Fitted:
         missing: Needed entries that the weights do not have.
         unexpected: Entries of the weights that are no parameter of the model.
         unfit: Entry → the reason why it cannot be used: its shape or its type.
+        unchanged: Entries that are known to be equal to those of the export: tensors that cannot be
+            computed again stay if they depend on these alone.
         notes: Conversions and renamings of entries, one sentence each.
     """
 
@@ -97,6 +99,7 @@ class Fitted:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     unfit: Mapping[str, str] = field(default_factory=dict)
+    unchanged: Set[str] = frozenset()
     notes: tuple[str, ...] = ()
 
 
@@ -169,7 +172,17 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
         notes.append(note)
     for (kind, wanted), count in casts.items():
         notes.append(f"{count} entries are converted from {kind.name} to {wanted.name}")
-    return Fitted(tensors, origins, tuple(missing), unexpected, unfit, tuple(notes))
+    unchanged = _unchanged(tensors, needed)
+    return Fitted(tensors, origins, tuple(missing), unexpected, unfit, unchanged, tuple(notes))
+
+
+def _unchanged(tensors: Mapping[str, ir.TensorProtocol], needed: Needed) -> Set[str]:
+    """Return the entries whose elements have the hash of those at the export."""
+    names: set[str] = set()
+    for name, wanted in needed.assumed.items():
+        if isinstance(wanted, str) and name in tensors and hash_of_entry(tensors[name]) == wanted:
+            names.add(name)
+    return names
 
 
 def _assumed(
@@ -178,16 +191,38 @@ def _assumed(
     """Return the parameters with an assumed value that are missing, and why others do not fit."""
     missing: list[str] = []
     unfit: dict[str, str] = {}
-    for name, number in needed.assumed.items():
+    for name, wanted in needed.assumed.items():
+        if isinstance(wanted, str) and not wanted.startswith(ENTIRE):
+            continue  # of an entry that the graph still has
         origin = origin_of.get(name) or _of_tied(origin_of, needed, name)
         if origin is None:
             missing.append(name)
-        elif only_number(entries.tensors[origin]) != number:
+        elif isinstance(wanted, str):
+            if not _has_hash(entries.tensors[origin], wanted.removeprefix(ENTIRE)):
+                unfit[name] = (
+                    "was read by the Python code of the model at the export, which computes with its numbers: "
+                    "export the new weights"
+                )
+        elif only_number(entries.tensors[origin]) != wanted:
             unfit[name] = (
-                f"was {number:g} everywhere at the export, so that an optimiser removed it from the graph: "
-                "bind the file before that, or export the new weights"
+                f"was {wanted:g} everywhere at the export, and the graph computes with this number: an optimiser "
+                "removed the parameter, or the Python code of the model read it; bind the file before that "
+                "optimiser, or export the new weights"
             )
     return missing, unfit
+
+
+def _has_hash(tensor: ir.TensorProtocol, wanted: str) -> bool:
+    """Whether the elements of an entry have a hash, in one of the types to which weights are converted."""
+    kinds = dict.fromkeys((tensor.dtype, _usual(tensor.dtype), *_HALVES))
+    return any(hash_of_entry(_in_type(tensor, kind)) == wanted for kind in kinds)
+
+
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def _in_type(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol:
+    return tensor if tensor.dtype == kind else converted(tensor, kind)
 
 
 def _usual(kind: ir.DataType) -> ir.DataType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from htp_export.files.data_files import DataTensor
 from htp_export.format.recipes import (
     CONSTANT,
     Recipe,
+    is_listed_whole,
     parameters_in,
     recipe_to_text,
     steps_in,
@@ -40,7 +41,7 @@ class Rebuilt:
     Attributes:
         tensors: Initializer → its new contents, if parameters determine them.
         unknown: Initializer → the reason why parameters do not determine it. Constants are in
-            neither.
+            neither, nor are tensors that cannot be computed again and whose entries are unchanged.
     """
 
     tensors: Mapping[ir.Value, ir.TensorProtocol]
@@ -59,7 +60,10 @@ def recipes_of_stored(model: ir.Model) -> dict[ir.Value, Recipe]:
 
 
 def rebuilt(
-    tagged: TaggedModel, state_dict: Mapping[str, Any], unfit: Mapping[str, str] | None = None
+    tagged: TaggedModel,
+    state_dict: Mapping[str, Any],
+    unfit: Mapping[str, str] | None = None,
+    unchanged: Set[str] = frozenset(),
 ) -> Rebuilt:
     """Compute the stored tensors of a model from other parameters, each when it is read.
 
@@ -67,6 +71,7 @@ def rebuilt(
         tagged: The model.
         state_dict: Name → tensor or array.
         unfit: Entry that is not in ``state_dict`` → the reason, a verb and its object.
+        unchanged: Entries that are equal to those of the export.
 
     Raises:
         InputError: If the recipe of an initializer is not valid, or does not fit the parameters.
@@ -76,6 +81,8 @@ def rebuilt(
     roundings = Roundings()
     for value, recipe in recipes_of_stored(tagged.model).items():
         assert value.const_value is not None
+        if is_listed_whole(recipe) and unchanged >= set(parameters_in(recipe)):
+            continue
         why = _why_not(value, recipe, state_dict, unfit or {})
         if why:
             unknown[value] = why
@@ -336,6 +343,7 @@ _STEPS: Mapping[str, Callable[..., Any]] = {
     "slice": _slice,
     "concat": lambda *parts: np.concatenate(parts[:-1], axis=parts[-1]),
     "unpack": lambda array, held: unpacked(array, held[0], held[1], _type(held[2])),
+    "gather": lambda array, rows, axis: np.take(array, rows, axis),
     "take": lambda array, rows: np.take(array, np.array(rows[1], np.int64), rows[0]),
 }
 

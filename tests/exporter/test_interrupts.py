@@ -127,7 +127,8 @@ def state(model: nn.Module | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for patch in PATCHED:
         owner, name, _ = patch.find()
-        found[f"{patch.module}.{patch.name}"] = vars(owner)[name]
+        # None: a class inherits it
+        found[f"{patch.module}.{patch.name}"] = vars(owner).get(name)
     for variable in VARIABLES:
         found[variable.name] = variable.get()
     for path, module in () if model is None else model.named_modules():

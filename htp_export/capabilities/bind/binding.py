@@ -123,12 +123,12 @@ def bind(
     entries = read_entries(weights)
     destination.check(entries.tensors)
     fitted, adapted = _adapted(fit(entries, needed, cast=cast), needed, adapters)
-    made = rebuilt(tagged, fitted.tensors, fitted.unfit)
+    made = rebuilt(tagged, fitted.tensors, fitted.unfit, fitted.unchanged)
     is_fixed = in_place_data or only is not None  # the ONNX file stays as it is
     own = () if is_fixed else tell_apart(tagged, made.unknown)
     if own:
         needed = Needed.of(tagged)
-        made = rebuilt(tagged, fitted.tensors, fitted.unfit)
+        made = rebuilt(tagged, fitted.tensors, fitted.unfit, fitted.unchanged)
     tensors, unbound = made.tensors, _unbound(needed, fitted, made)
     if strict:
         _refuse(fitted, unbound)

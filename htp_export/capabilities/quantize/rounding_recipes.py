@@ -76,7 +76,14 @@ def _record(parts: Mapping[str, ir.Value], recipe: Recipe, scheme: list[Any], ar
         shape = tuple(tensor.shape.numpy())
         if shape != _shape_of(part, array, scheme):
             made = step("reshape", made, list(shape))
-        value.const_value = recorded(tensor, made)
+        value.const_value = recorded(_in_bytes(tensor), made)
+
+
+def _in_bytes(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """A tensor as `bind` writes it: ONNX Runtime's quantizer lists its numbers one by one."""
+    array = np.asarray(tensor.numpy())
+    metadata = {**tensor.metadata_props}
+    return ir.Tensor(array, dtype=tensor.dtype, name=tensor.name, metadata_props=metadata)
 
 
 def _keep_floats(parts: Mapping[str, ir.Value], floats: Array, scheme: list[Any]) -> None:
@@ -111,7 +118,7 @@ def record_biases(graph: ir.Graph, weights: Weights) -> None:
             tensor = _without_recipe(value)
             if tensor is not None:
                 made = step("round_bias", recipe, weight_recipe, [part, *scheme])
-                value.const_value = recorded(tensor, made)
+                value.const_value = recorded(_in_bytes(tensor), made)
 
 
 def _weight_and_input(node: ir.Node) -> tuple[Recipe, list[Any]] | None:

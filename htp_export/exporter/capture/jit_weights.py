@@ -60,7 +60,9 @@ class JitWeights:
         self._state = state
         for node in nodes_of(graph):
             self._add(node)
-        self._returned = [self._norms.get(value.unique()) for value in graph.outputs()]
+        returned = [value.unique() for value in graph.outputs()]
+        self._returned = [self._norms.get(number) for number in returned]
+        self._returned_recipes = [self._known.get(number) for number in returned]
 
     def _add(self, node: Any) -> None:
         kind = node.kind()
@@ -143,7 +145,7 @@ class JitWeights:
         )
 
     def finish(self, graph: Any, steps: Iterable[JitStep]) -> dict[str, Recipe]:
-        """Name of an initializer → its recipe, unless it is the parameter of this name.
+        """Name of an initializer → its recipe.
 
         ``steps`` are those of the graph.
         """
@@ -158,8 +160,10 @@ class JitWeights:
                 recipe = self._recipe(output, position, names[number], joined)
                 if recipe is not None:
                     found.setdefault(names[number], []).append(recipe)
-        recipes = {name: merged(recipes) for name, recipes in found.items()}
-        return {name: recipe for name, recipe in recipes.items() if recipe != name}
+        for value, recipe in zip(graph.outputs(), self._returned_recipes, strict=False):
+            if recipe is not None and value.unique() in names:
+                found.setdefault(names[value.unique()], []).append(recipe)
+        return {name: merged(recipes) for name, recipes in found.items()}
 
     def _convolutions_with_norms(
         self, graph: Any, nodes: Sequence[tuple[int, tuple[int, ...]]]

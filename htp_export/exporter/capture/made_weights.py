@@ -11,7 +11,13 @@ from htp_export.exporter.capture.jit_weights import OPTIMIZER
 from htp_export.format.recipes import CONSTANT, Recipe, step
 from htp_export.model.assumed_values import ReadParameters
 from htp_export.model.folded_recipes import batchnorm_folded, merged
-from htp_export.model.recipes import FOLDED_BY_NUMPY, follow, known_beginning, recorded
+from htp_export.model.recipes import (
+    FOLDED_BY_NUMPY,
+    default_recipe,
+    follow,
+    known_beginning,
+    recorded,
+)
 from htp_export.shapes.operator_kinds import is_standard
 
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
@@ -46,13 +52,11 @@ class MadeWeights:
             name = str(value.name)
             self.known[value] = state.get(name, CONSTANT)
         self._state = state
-        self.parameters = ReadParameters(
-            {
-                state[str(value.name)]: value.const_value
-                for value in graph.initializers.values()
-                if value.name in state and value.uses()
-            }
-        )
+        tensors: dict[str, ir.TensorProtocol] = {}
+        for value in graph.initializers.values():
+            if value.name in state and value.uses() and value.const_value is not None:
+                tensors[state[str(value.name)]] = value.const_value
+        self.parameters = ReadParameters(tensors, tensors)
         self._foldings = list[_Folding]()
         follow(graph, nodes, self.known, FOLDED_BY_NUMPY)
         self._names_in_functions: set[str] = set()
@@ -104,7 +108,7 @@ class MadeWeights:
             recipes.update(self._folded_recipes(folding, last(folding.result).producer()))
         for graph in model.graphs():
             for value in graph.initializers.values():
-                if value.const_value is not None and value.const_value.dtype.is_floating_point():
+                if value.const_value is not None:
                     self._write(value, recipes.get(value))
 
     @staticmethod
@@ -122,17 +126,22 @@ class MadeWeights:
         return {weight: [of_weight], bias: [of_bias]}
 
     def _write(self, value: ir.Value, recipes: list[Recipe] | None) -> None:
-        assert value.const_value is not None
+        tensor = value.const_value
+        assert tensor is not None
+        name = str(value.name)
         if recipes is None:
-            recipes = [self._recipe_of_new(str(value.name))]
+            recipes = [self._recipe_of_new(name, tensor.dtype)]
         recipe = merged(recipes)
-        if recipe != value.name:
-            value.const_value = recorded(value.const_value, recipe)
+        if recipe != default_recipe(name, tensor.dtype):
+            value.const_value = recorded(tensor, recipe)
 
-    def _recipe_of_new(self, name: str) -> Recipe:
+    def _recipe_of_new(self, name: str, dtype: ir.DataType) -> Recipe:
         """The recipe of an initializer that replaces no value of the translated graph."""
         if name in self._state:
             return step("computed", self._state[name], OPTIMIZER)
+        # axes and sizes of the operators that rewrite rules insert
+        if not dtype.is_floating_point():
+            return CONSTANT
         # Inlining adds a number to the name; the constants of a function depend on none of its inputs.
         if known_beginning(name, self._names_in_functions) is not None:
             return CONSTANT

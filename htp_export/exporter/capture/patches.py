@@ -118,6 +118,14 @@ TORCHSCRIPT = Patches(
     lasting=True,
 )
 
+NUMBERS_READ = Patches(
+    *(
+        Patch("torch", f"Tensor.{name}", torchscript_patches.reading_numbers)
+        for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__")
+    ),
+    lasting=True,
+)
+
 FASTER_TORCHSCRIPT = Patches(
     Patch("torch._C", "Node.inputs", faster_torchscript.listed("Node", "inputsSize", "inputsAt")),
     Patch(

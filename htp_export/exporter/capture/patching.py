@@ -155,11 +155,20 @@ class Patches:
     def _apply(self, patch: Patch) -> None:
         owner, name, original = patch.find()
         own = vars(owner).get(name, original)  # getattr unwraps a static method
+        put_back = functools.partial(setattr, owner, name, own)
+        if isinstance(owner, type) and name not in vars(owner):
+            put_back = functools.partial(_inherit_again, owner, name)
         try:
             wrapper = self._wrapper(patch, original)
             # raises if the attribute cannot be set: then there is nothing to undo
             setattr(owner, name, own)
         except Exception as error:
             raise TorchChangedError(f"{patch.module}.{patch.name}", "is not what it was") from error
-        self._changes.will_undo(functools.partial(setattr, owner, name, own))
+        self._changes.will_undo(put_back)
         setattr(owner, name, wrapper)
+
+
+def _inherit_again(owner: type, name: str) -> None:
+    """Remove a method from a class that inherits it; more than once without an error."""
+    if name in vars(owner):
+        delattr(owner, name)

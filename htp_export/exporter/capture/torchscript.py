@@ -34,8 +34,9 @@ from htp_export.exporter.capture.torchscript_internals import (
     read,
     read_copy,
     source_range,
-    state_names,
+    state_of,
 )
+from htp_export.exporter.capture.traced_state import TracedState
 from htp_export.exporter.model_lines import line_of_range
 from htp_export.files.protobuf_bytes import SerializedModel, subgraph_protos
 from htp_export.format.recipes import Recipe
@@ -67,7 +68,8 @@ class TorchScriptCapture(Guarded):
         self.kept: KeptWeights | None = None  # the weights that torch does not serialize
         self._paths = list(dict.fromkeys(names.paths.values()))
         # name in the traced graph → name in recipes
-        self._state = {name: names.state_name(name) for name in state_names(model)}
+        self._state = {name: names.state_name(name) for name in state_of(model)}
+        self.state: TracedState | None = TracedState(model, self._state)
         self._user_inputs = 0
         self._first: _FirstGraph | None = None
         # the operations of the first graph, one for each ONNX node
@@ -103,6 +105,11 @@ class TorchScriptCapture(Guarded):
     def called(self, call: RootCall, arguments: tuple[Any, ...]) -> None:
         """Record that the model's ``forward`` begins, and which arguments replace numbers."""
         self.trace.given_numbers(call.numbers(arguments))
+
+    def reads_numbers(self, tensor: Any) -> None:
+        """Record that Python reads the numbers of a tensor while the model runs."""
+        if self.state is not None:
+            self.state.read(tensor)
 
     def returns(
         self,
@@ -155,6 +162,8 @@ class TorchScriptCapture(Guarded):
 
     def traced(self, graph: Any) -> None:
         """Record the graph as it was traced."""
+        if self.state is not None:
+            self.state.traced(graph)
         self._user_inputs = graph.param_node().outputsSize() - len(self._state)
         reading = read(graph, self._user_inputs)
         inputs = (*reading.inputs, *reading.parameters)

@@ -95,15 +95,61 @@ def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return changed
 
 
-def state_names(model: Any) -> frozenset[str]:
-    """Names of the parameters and buffers that are inputs of a traced graph, shared ones once."""
+def state_of(model: Any) -> Mapping[str, Any]:
+    """Parameters and buffers that are inputs of a traced graph, in their order, shared ones once."""
     if not isinstance(model, torch.nn.Module):
-        return frozenset()
+        return {}
     plain = plain_state(model)
     if plain is not None:
-        return frozenset(plain)
+        return plain
     # ``keep_vars``: a quantized model also has state that is not a tensor and cannot be detached.
-    return frozenset(torch.jit._unique_state_dict(model, keep_vars=True))  # type: ignore[attr-defined, no-untyped-call]
+    return torch.jit._unique_state_dict(model, keep_vars=True)  # type: ignore[attr-defined, no-untyped-call, no-any-return]
+
+
+def storage_of(tensor: Any) -> int:
+    """The address of the memory of a tensor, which its views share; 0 if it has none."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (
+        AttributeError,
+        NotImplementedError,
+        RuntimeError,
+    ):  # sparse, quantized, on the meta device
+        return 0
+
+
+def constant_tensors(graph: Any) -> Iterator[Any]:
+    """The tensors that are constants of a traced graph."""
+    for node in graph.findAllNodes("prim::Constant"):
+        if node.hasAttribute("value") and node.kindOf("value") == "t":
+            yield node.t("value")
+
+
+def inputs_behind(tensor: Any, entries: int) -> set[int]:
+    """The inputs of the running trace that a tensor is computed from, among the last ``entries`` ones.
+
+    -1 stands for all inputs before them. Empty if there is no trace, or the tensor is not in it.
+    """
+    state = tracing_state()
+    if state is None:
+        return set()
+    graph = state.graph()
+    positions = {value.unique(): place for place, value in enumerate(graph.inputs())}
+    first = len(positions) - entries
+    found: set[int] = set()
+    seen: set[int] = set()
+    waiting = [torch._C._get_value_trace(tensor)]  # type: ignore[attr-defined]
+    while waiting:
+        value = waiting.pop()
+        if value.unique() in seen:
+            continue
+        seen.add(value.unique())
+        place = positions.get(value.unique())
+        if place is None:
+            waiting.extend(value.node().inputs())
+        else:
+            found.add(max(-1, place - first))
+    return found
 
 
 _STATE_OF = torch.nn.Module.state_dict

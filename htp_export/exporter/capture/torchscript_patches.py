@@ -112,6 +112,15 @@ def traced(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @replacing
+def reading_numbers(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record that the model's code reads numbers of a tensor, which the trace takes as constants."""
+    capture = script_capture.get()
+    if capture is not None and torchscript_internals.tracing_state() is not None:
+        capture.step("recording that Python reads a number", capture.reads_numbers, tensor)
+    return original(tensor, *args, **kwargs)
+
+
+@replacing
 def named_parameters(original: Callable[..., Any], graph: Any, parameters: Any) -> Any:
     """Record the graph that torch created, right afterwards: a wrapper around that would be in each stack."""
     capture = script_capture.get()

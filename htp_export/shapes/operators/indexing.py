@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from htp_export.format.bounds import MOST_DIMENSIONS
-from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized, shape_of
+from htp_export.shapes.known import (
+    Contents,
+    Dims,
+    Known,
+    Operation,
+    axes_of,
+    is_entry,
+    normalized,
+    shape_of,
+)
 from htp_export.shapes.operators import content_rule, shape_rule
 from htp_export.shapes.sizes import Dim, Size, divide, is_natural, not_negative, smaller_of
 
@@ -165,6 +174,8 @@ def _table(node: Operation, known: Known) -> Contents | None:
         return array
     tensor = value.const_value
     if tensor is None or not tensor.dtype.is_integer() or tensor.size > _LARGEST_TABLE:
+        return None
+    if is_entry(tensor):
         return None
     return np.asarray(tensor.numpy())
 

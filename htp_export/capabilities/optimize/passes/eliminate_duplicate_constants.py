@@ -26,9 +26,8 @@ class EliminateDuplicateConstants(ir.passes.InPlacePass):
         consumers: list[tuple[Recipe, tuple[ir.Node, int]]] = []
         for graph in graphs_in(model.graph):
             for value in graph.initializers.values():
-                is_floating = value.dtype is not None and value.dtype.is_floating_point()
                 use = next(iter(value.uses()), None)
-                if use is not None and is_floating:
+                if use is not None:
                     consumers.append((recipe_of(value), use))
         # it warns about each initializer that is an input or output, and keeps it
         with quiet("onnx_ir"):

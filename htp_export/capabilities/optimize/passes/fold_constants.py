@@ -19,9 +19,9 @@ from htp_export.editing.editing import (
     remove_unused,
     replace_with,
 )
-from htp_export.format.recipes import CONSTANT, Recipe
+from htp_export.format.recipes import Recipe
 from htp_export.model.neighbours import connected
-from htp_export.model.recipes import follow, lift_constants
+from htp_export.model.recipes import follow, lift_constants, of_values
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 from htp_export.shapes.operator_kinds import (
     GROWING,
@@ -84,7 +84,7 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
         view = _view(node, tensor, sizes)
         recipes: dict[ir.Value, Recipe] = {}
         follow(graph, [node], recipes)
-        modified |= _store(graph, node.outputs[0], view, growth, recipes)
+        modified |= _store(graph, node.outputs[0], view, growth, recipes[node.outputs[0]])
     if modified:
         remove_unused(model)
     return modified
@@ -158,6 +158,7 @@ def _keep(
     """
     folded, recipes = False, dict[ir.Value, Recipe]()
     follow(graph, group.nodes, recipes)
+    others = of_values("constant folding", *group.constants)
     freed = group.freed if len(results) == len(group.results) else 0
     if sum(map(bytes_of, results.values())) - freed > room:
         freed = 0
@@ -170,7 +171,7 @@ def _keep(
             decline("unfolded_constants", [producer], f"the result is large: {growth:,} bytes more")
             continue
         room, freed = room - growth, max(0, freed - bytes_of(tensor))
-        if _store(graph, value, tensor, growth, recipes):
+        if _store(graph, value, tensor, growth, recipes.get(value, others)):
             folded = True
             is_unused = not any(v.uses() or v.is_graph_output() for v in producer.outputs)
             if is_unused and subgraphs(producer):
@@ -183,11 +184,8 @@ def _store(
     value: ir.Value,
     tensor: ir.TensorProtocol,
     growth: int,
-    recipes: Mapping[ir.Value, Recipe],
+    recipe: Recipe,
 ) -> bool:
-    recipe = recipes.get(value) or ["computed", "constant folding"]
-    if not tensor.dtype.is_floating_point():
-        recipe = CONSTANT
     stored = add_initializer(graph, tensor, str(value.name), recipe)
     if growth:
         stored.meta[GROWTH] = growth

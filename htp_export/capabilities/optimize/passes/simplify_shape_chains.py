@@ -8,6 +8,7 @@ import onnx_ir as ir
 from htp_export.capabilities.optimize.registry import NodePass, integers, register
 from htp_export.editing.editing import add_constant, replace, replace_with
 from htp_export.model.neighbours import only_consumer, producer_of
+from htp_export.model.recipes import depends_on_entries
 from htp_export.shapes.known import Contents
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.sizes import Dim
@@ -71,7 +72,8 @@ class SimplifyShapeChains(NodePass):
             return False
         flat = contents.reshape(-1).tolist()
         if all(isinstance(item, int) for item in flat):
-            if value.is_graph_output():
+            # numbers of parameters are folded with their recipes: `FoldConstants`
+            if value.is_graph_output() or depends_on_entries(value):
                 return False
             array = np.array(flat, dtype=dtype.numpy()).reshape(contents.shape)
             return replace_with(value, add_constant(self.graph, array, f"{value.name}_folded"))

@@ -236,7 +236,7 @@ class LoadedWeights:
         for name in copy.assumed:
             if name in self.fitted.unfit:
                 raise InputError(f"{self.source}: {name!r} {self.fitted.unfit[name]}")
-        made = rebuilt(copy, self.fitted.tensors, self.fitted.unfit)
+        made = rebuilt(copy, self.fitted.tensors, self.fitted.unfit, self.fitted.unchanged)
         for value, why in made.unknown.items():
             names = set(parameters_in(recipe_of(value)))
             if not names <= missing:
