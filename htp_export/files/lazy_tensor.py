@@ -93,8 +93,8 @@ def _add_slots(
             if attribute.is_ref():
                 continue
             if kind == ir.AttributeType.TENSOR:
-                put = _attribute_setter(node, name)
-                in_attributes.append(Slot(attribute.as_tensor(), put, False))
+                # not `as_tensor`, which looks for each attribute of the protocol
+                in_attributes.append(Slot(attribute.value, _attribute_setter(node, name), False))
             elif kind == ir.AttributeType.GRAPH:
                 bodies.append(attribute.as_graph())
             elif kind == ir.AttributeType.GRAPHS:
