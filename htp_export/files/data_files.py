@@ -181,6 +181,12 @@ class DataTensor(ir.ExternalTensor):
             file.path.parent,
         )
 
+    def described_as(self, tensor: ir.TensorProtocol) -> DataTensor:
+        """Return this tensor with the name and the metadata of another one."""
+        shape, fields = self.shape.numpy(), descriptive_fields(tensor)
+        place = (os.fspath(self.location), self.offset, self.length)
+        return DataTensor(*place, self.dtype, shape, fields, self.file, self.base_dir)
+
     def is_stored_as(self, other: DataTensor) -> bool:
         """Return whether both tensors are the same bytes of the same unchanged file, with the same type."""
         same_type = self.dtype == other.dtype and self.nbytes == other.nbytes

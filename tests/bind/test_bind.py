@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.bind import equal_parameters
+from htp_export.editing import equal_parameters
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, ResultError
 from tests.nets import NETS, Holding, spread

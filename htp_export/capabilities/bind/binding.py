@@ -13,9 +13,9 @@ import onnx_ir as ir
 from htp_export.alignment.origin_map import renew_map
 from htp_export.capabilities.bind.bound import Bound, LazyArrays, Origin
 from htp_export.capabilities.bind.destinations import Destination
-from htp_export.capabilities.bind.equal_parameters import tell_apart
 from htp_export.capabilities.bind.parts import Selector
 from htp_export.capabilities.bind.ranges import Ranges
+from htp_export.editing.equal_parameters import tell_apart
 from htp_export.errors import InputError
 from htp_export.files.targets import files_named_in, files_of
 from htp_export.format import tags

@@ -11,16 +11,13 @@ from typing import Literal
 import onnx_ir as ir
 
 from htp_export.capabilities.bind.data_alone import DataAlone
-from htp_export.capabilities.bind.entries_as_they_are import (
-    as_they_are,
-    check_referring,
-    write_referring,
-)
 from htp_export.capabilities.bind.parts import Parts, Selector
+from htp_export.capabilities.bind.referring_files import check_referring, write_referring
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.weights.fitting import Needed
+from htp_export.weights.unchanged_entries import as_they_are
 
 Tensors = Mapping[ir.Value, ir.TensorProtocol]
 
