@@ -627,6 +627,17 @@ def test_an_adapter_is_added_in_part_as_peft_merges_it(files, tmp_path):
     assert any("0.5 times" in note for note in bound.notes)
 
 
+def test_an_adapter_of_other_sizes_is_refused(files, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["fc"], init_lora_weights=False)
+    # numpy would add its product, of one row, to each row of the weight
+    other = nn.Sequential()
+    other.add_module("fc", nn.Linear(32, 1))
+    peft.get_peft_model(other, config).save_pretrained(tmp_path / "lora")
+    with pytest.raises(InputError, match="module 'fc' maps 32 numbers to 1"):
+        htp_export.bind(files[0], net(2), adapters={str(tmp_path / "lora"): 1.0})
+
+
 def test_command(files, tmp_path, capsys):
     folder = tuned(tmp_path)
     output = tmp_path / "new.onnx"
