@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import htp_export
-from htp_export.editing import equal_parameters
 from htp_export.command.main import main
+from htp_export.editing import equal_parameters
 from htp_export.errors import FileError, InputError, ResultError
 from tests.nets import NETS, Holding, spread
 from tools.bind_models import STEPS as OF_ALL_MODELS
