@@ -8,7 +8,7 @@
     python tools/benchmark.py export --fresh --models modules --exporter torchscript   # a process for each export
     python tools/benchmark.py repair           # owners and fates of a synthetic graph of 50,000 nodes
     python tools/benchmark.py run              # verify, extract and profile, against PyTorch and ONNX Runtime alone
-    python tools/benchmark.py bind --models bert   # new weights in a file, against an export of them
+    python tools/benchmark.py bind             # new weights in the file of BERT-base, against an export of them
     python tools/benchmark.py fused --pairs 21 # files after `optimize --level fused`, against those before
     python tools/benchmark.py functions        # files with modules as functions, against flat ones
     python tools/benchmark.py compress --models bert --trials 20   # bytes, time and error of precisions and of a search
@@ -420,78 +420,105 @@ def run_verify(name: str, pairs: int) -> None:
         print(f"{'':21}" + describe(what, values), flush=True)
 
 
+class BindFiles:
+    """The files of one model for `run_bind`: its export, and two checkpoints of other weights.
+
+    Each call binds other weights than those of the file that it replaces.
+    """
+
+    def __init__(self, name: str, exporter: str, folder: str) -> None:
+        from safetensors.torch import save_file
+
+        self.exporter, self.folder = exporter, folder
+        self.model, self.inputs = exported(name, exporter)
+        self.file, self.ready = f"{folder}/model.onnx", f"{folder}/ready.onnx"
+        write(htp_export.export, self.model, self.inputs, exporter, self.file)
+        self.checkpoints: list[str] = []
+        for number in range(2):
+            for parameter in self.model.parameters():
+                parameter.mul_(1.01)
+            state = {key: value.clone() for key, value in self.model.state_dict().items()}
+            self.checkpoints.append(f"{folder}/{number}.safetensors")
+            save_file(state, self.checkpoints[-1])
+        htp_export.bind(self.file, self.checkpoints[0], self.ready, in_place_data=True)
+        self._next = {what: itertools.cycle(self.checkpoints) for what in ("bind", "in place")}
+
+    def export(self) -> None:
+        """Export the model."""
+        write(
+            htp_export.export,
+            self.model,
+            self.inputs,
+            self.exporter,
+            f"{self.folder}/exported.onnx",
+        )
+
+    def bind(self) -> None:
+        """Write a whole file."""
+        htp_export.bind(self.file, next(self._next["bind"]), f"{self.folder}/bound.onnx")
+
+    def in_place(self) -> None:
+        """Replace the data file alone."""
+        htp_export.bind(self.ready, next(self._next["in place"]), in_place_data=True)
+
+    def copy(self) -> None:
+        """Copy as many bytes."""
+        shutil.copyfile(self.checkpoints[0], f"{self.folder}/copy.data")
+
+
+def clocks(action: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of an action on the wall, and of processor time."""
+    gc.collect()
+    start = time.perf_counter(), time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        action()
+    return time.perf_counter() - start[0], time.process_time() - start[1]
+
+
+_BINDS = 3  # for each export, which takes ten times as long
+
+
 def run_bind(name: str, exporter: str, pairs: int) -> None:
     """``bind`` of the weights of another checkpoint, against an export of the model that has them.
 
-    Both write a file. The control is ``bind`` against itself, paired in the same way. A plain copy of the data file
-    says what of the time is spent on writing so many bytes. On a busy machine, the processor time of this process
+    Both write a file, from a warm cache. The control is ``bind`` against itself. A plain copy of the checkpoint
+    says what of the time is spent on writing so many bytes; it is measured before the pairs, because the next
+    writer pays for the memory that it leaves in small pages. On a busy machine, the processor time of this process
     says more: the time on the wall depends on the disk and on other processes.
     """
-    from safetensors.torch import save_file
-
-    torch.manual_seed(0)
-    model, inputs = MODELS[name]()
-    model.eval()
-    if exporter == "torchscript":
-        model = KeywordTensors(model, [*inputs])
+    found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        file, weights = f"{folder}/model.onnx", []
         with contextlib.redirect_stdout(io.StringIO()):
-            write(htp_export.export, model, inputs, exporter, file)
-        for number in range(2):
-            for parameter in model.parameters():
-                parameter.mul_(1.01)
-            state = {key: value.clone() for key, value in model.state_dict().items()}
-            weights.append(f"{folder}/{number}.safetensors")
-            save_file(state, weights[-1])
-        # each call binds other weights than those of the file that it replaces
-        of_bind, of_place = itertools.cycle(weights), itertools.cycle(weights)
-
-        def seconds(action: Callable[[], object]) -> tuple[float, float]:
-            """The time on the wall, and the processor time."""
-            gc.collect()
-            start = time.perf_counter(), time.process_time()
-            with contextlib.redirect_stdout(io.StringIO()):
-                action()
-            return time.perf_counter() - start[0], time.process_time() - start[1]
-
-        def bind() -> None:
-            htp_export.bind(file, next(of_bind), f"{folder}/bound.onnx")
-
-        def export() -> None:
-            write(htp_export.export, model, inputs, exporter, f"{folder}/exported.onnx")
-
-        ready = f"{folder}/ready.onnx"
-        htp_export.bind(file, weights[0], ready, in_place_data=True)
-
-        def in_place() -> None:
-            htp_export.bind(ready, next(of_place), in_place_data=True)
-
-        def copy() -> None:
-            shutil.copyfile(f"{file}.data", f"{folder}/copy.data")
-
-        actions = (bind, in_place, copy, export)
-        for action in actions:
-            seconds(action)  # warm
-        found: dict[str, list[float]] = {}
+            files = BindFiles(name, exporter, folder)
+        copies = [clocks(files.copy) for _ in range(_BINDS)]
+        short = (files.bind, files.in_place)
+        for action in (*short, files.export):
+            clocks(action)  # warm
         for index in range(pairs):
-            order = actions if index % 2 else actions[::-1]
-            times = {action: seconds(action) for action in order}
-            controls = seconds(bind), seconds(bind)
+            exports = [clocks(files.export)] if index % 2 else []
+            spent = [[clocks(action) for action in short] for _ in range(_BINDS)]
+            exports = exports or [clocks(files.export)]
             for clock, name_of_clock in enumerate(("wall", "processor")):
-                of = {action: both[clock] for action, both in times.items()}
+                export = exports[0][clock]
+                bind, in_place = (
+                    statistics.median(both[place][clock] for both in spent)
+                    for place in range(len(short))
+                )
                 row = {
-                    "bind s": of[bind],
-                    "export / bind": of[export] / of[bind],
-                    "export / in place": of[export] / of[in_place],
-                    "bind / copy": of[bind] / of[copy],
-                    "A/A": controls[0][clock] / controls[1][clock],
+                    "export s": export,
+                    "bind s": bind,
+                    "in place s": in_place,
+                    "export / bind": export / bind,
+                    "export / in place": export / in_place,
+                    "A/A": spent[1][0][clock] / spent[2][0][clock],
                 }
                 for label, value in row.items():
-                    found.setdefault(f"{label}, {name_of_clock}", []).append(value)
+                    found.setdefault(f"{name_of_clock}: {label}", []).append(value)
+    for clock, name_of_clock in enumerate(("wall", "processor")):
+        found[f"{name_of_clock}: copy s"] = [each[clock] for each in copies]
     print(f"{name:8} {exporter}")
-    for label, values in found.items():
-        print(f"{'':9}" + describe(label, values), flush=True)
+    for label in sorted(found):
+        print(f"{'':9}" + describe(label, found[label]), flush=True)
 
 
 def main() -> None:
@@ -564,7 +591,8 @@ def main() -> None:
     }.get(given.what, (*MODELS,))
     for name in set(given.models) - set(own):
         parser.error(f"no model {name!r} in {given.what}; there are {', '.join(own)}")
-    given.models = given.models or [*(own if given.what == "fused" else MODELS)]
+    usual = {"fused": [*fused_level.MODELS], "bind": ["bert"]}.get(given.what, [*MODELS])
+    given.models = given.models or usual
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     if given.what == "repair":

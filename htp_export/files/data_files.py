@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.files.filesystem import Identity, begin_flush, copy_range
+from htp_export.files.filesystem import Identity, begin_flush, copy_range, read_or_mapped
 from htp_export.files.lazy_tensor import Slot, descriptive_fields, write_values
 from htp_export.process.progress import counted
 
@@ -130,19 +130,20 @@ class DataTensor(ir.ExternalTensor):
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return the values as a read-only array that is mapped from the file."""
-        self.file.check()
         numbers = self._numbers  # read once: another thread may release them
-        if numbers is None:
-            shape = tuple(self.shape.numpy())
-            if self.dtype.bitwidth < 8:  # a byte contains several values
-                header = onnx.TensorProto(
-                    data_type=int(self.dtype), dims=shape, raw_data=self.tobytes()
-                )
-                numbers = ir.TensorProtoTensor(header).numpy()
-            else:
-                plain = self.dtype.numpy().newbyteorder("<")
-                numbers = self._bytes().view(plain).reshape(shape)
-            self._numbers = numbers
+        if numbers is not None:
+            self.file.check()
+            return numbers
+        shape = tuple(self.shape.numpy())
+        if self.dtype.bitwidth < 8:  # a byte contains several values
+            header = onnx.TensorProto(
+                data_type=int(self.dtype), dims=shape, raw_data=self.tobytes()
+            )
+            numbers = ir.TensorProtoTensor(header).numpy()
+        else:
+            plain = self.dtype.numpy().newbyteorder("<")
+            numbers = self._bytes().view(plain).reshape(shape)
+        self._numbers = numbers
         return numbers
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
@@ -153,10 +154,9 @@ class DataTensor(ir.ExternalTensor):
         return self._bytes().tobytes()
 
     def _bytes(self) -> np.ndarray[Any, Any]:
-        if not self.nbytes:  # an empty range cannot be mapped
-            return np.empty(0, np.uint8)
         with self.file.opened() as file:
-            return np.memmap(file, np.uint8, "r", self.offset or 0, (self.nbytes,)).view(np.ndarray)
+            stored = read_or_mapped(file, self.offset or 0, self.nbytes)
+        return np.frombuffer(stored, np.uint8)
 
     def tofile(self, file: IO[bytes]) -> None:
         """Copy the values to another file, without holding them in memory."""
@@ -180,6 +180,12 @@ class DataTensor(ir.ExternalTensor):
             file,
             file.path.parent,
         )
+
+    def described_as(self, tensor: ir.TensorProtocol) -> DataTensor:
+        """Return this tensor with the name and the metadata of another one."""
+        shape, fields = self.shape.numpy(), descriptive_fields(tensor)
+        place = (os.fspath(self.location), self.offset, self.length)
+        return DataTensor(*place, self.dtype, shape, fields, self.file, self.base_dir)
 
     def is_stored_as(self, other: DataTensor) -> bool:
         """Return whether both tensors are the same bytes of the same unchanged file, with the same type."""

@@ -166,8 +166,9 @@ def plan_shared(
 
 def _is_large_initializer(slot: Slot, outside: Collection[int]) -> bool:
     """Return whether an initializer in memory is written into the data file."""
-    is_large = slot.tensor.nbytes > _SMALL_BYTES or id(slot.tensor) in outside
-    return slot.initializer and not slot.external and is_large
+    if slot.external or not slot.initializer:
+        return False
+    return slot.tensor.nbytes > _SMALL_BYTES or id(slot.tensor) in outside
 
 
 def _total_bytes(weights: Iterable[Slot]) -> int:

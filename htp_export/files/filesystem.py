@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import mmap
 import os
 import stat
 import tempfile
@@ -311,6 +312,30 @@ def sync_folder(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+_READ_BYTES = 1 << 16
+"""Up to this size, bytes are read: a mapping takes longer, as its pages are added and removed one by one."""
+
+_POPULATED_BYTES = 1 << 26
+"""Up to this size, a range is mapped with its pages, in one request; of a larger one, maybe only a part is used."""
+
+
+def read_or_mapped(file: IO[bytes], offset: int, count: int) -> memoryview:
+    """Return bytes of a file: a few are read, and many are mapped from the file, which may then be closed."""
+    if count <= _READ_BYTES:
+        file.seek(offset)
+        found = file.read(count)
+        if len(found) == count:
+            return memoryview(found)
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    length = offset + count - start
+    if hasattr(mmap, "MAP_POPULATE") and count <= _POPULATED_BYTES:  # Linux
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        mapped = mmap.mmap(file.fileno(), length, flags, mmap.PROT_READ, offset=start)
+    else:
+        mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=start)
+    return memoryview(mapped)[offset - start :]
 
 
 def copy_range(source: IO[bytes], offset: int, count: int, target: IO[bytes]) -> int:

@@ -307,8 +307,8 @@ def _check_data_target(data: Path) -> None:
 
 def _check_holds_no_weights(target: Path, model: ir.Model) -> None:
     resolved = target.resolve()
-    for slot in slots(model):
-        if slot.external and Path(slot.path).resolve() == resolved:
+    for file in external_files(model):
+        if file.resolve() == resolved:
             raise FileError(
                 target, "contains the weights of this model; write the model under another name"
             )

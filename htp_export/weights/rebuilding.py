@@ -25,6 +25,7 @@ from htp_export.format.recipes import (
 from htp_export.model.graph_facts import Array
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.operator_kinds import graphs_in
 from htp_export.weights.rounding import Rounding, Roundings, rounded_bias, rounding
 
 _GROWTH = 16
@@ -51,7 +52,7 @@ class Rebuilt:
 def recipes_of_stored(model: ir.Model) -> dict[ir.Value, Recipe]:
     """Return initializer → recipe, of all graphs; without constants and initializers without contents."""
     recipes: dict[ir.Value, Recipe] = {}
-    for graph in model.graphs():
+    for graph in graphs_in(model.graph):
         for value in graph.initializers.values():
             recipe = recipe_of(value)
             if recipe != CONSTANT and value.const_value is not None:
@@ -234,11 +235,12 @@ def _is_same(one: Array, other: Array) -> bool:
 def _array(parameter: Any) -> Array:
     if isinstance(parameter, np.ndarray):
         return parameter
-    if isinstance(parameter, ir.TensorProtocol):
+    if isinstance(parameter, DataTensor):
         array = np.asarray(parameter.numpy())
-        if isinstance(parameter, DataTensor):
-            parameter.release()  # the pages of its file, once nobody reads the array
+        parameter.release()  # the pages of its file, once nobody reads the array
         return array
+    if isinstance(parameter, ir.TensorProtocol):  # asks for each attribute of the protocol: last
+        return np.asarray(parameter.numpy())
     from onnx_ir.tensor_adapters import TorchTensor
 
     return TorchTensor(parameter.detach().cpu()).numpy()

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.bind import equal_parameters
 from htp_export.command.main import main
+from htp_export.editing import equal_parameters
 from htp_export.errors import FileError, InputError, ResultError
 from tests.nets import NETS, Holding, spread
 from tools.bind_models import STEPS as OF_ALL_MODELS
@@ -625,6 +625,17 @@ def test_an_adapter_is_added_in_part_as_peft_merges_it(files, tmp_path):
     for name, array in stored(bound.model).items():
         np.testing.assert_allclose(array, wanted[name], atol=1e-6)
     assert any("0.5 times" in note for note in bound.notes)
+
+
+def test_an_adapter_of_other_sizes_is_refused(files, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["fc"], init_lora_weights=False)
+    # numpy would add its product, of one row, to each row of the weight
+    other = nn.Sequential()
+    other.add_module("fc", nn.Linear(32, 1))
+    peft.get_peft_model(other, config).save_pretrained(tmp_path / "lora")
+    with pytest.raises(InputError, match="module 'fc' maps 32 numbers to 1"):
+        htp_export.bind(files[0], net(2), adapters={str(tmp_path / "lora"): 1.0})
 
 
 def test_command(files, tmp_path, capsys):

@@ -13,9 +13,9 @@ import onnx_ir as ir
 from htp_export.alignment.origin_map import renew_map
 from htp_export.capabilities.bind.bound import Bound, LazyArrays, Origin
 from htp_export.capabilities.bind.destinations import Destination
-from htp_export.capabilities.bind.equal_parameters import tell_apart
 from htp_export.capabilities.bind.parts import Selector
 from htp_export.capabilities.bind.ranges import Ranges
+from htp_export.editing.equal_parameters import tell_apart
 from htp_export.errors import InputError
 from htp_export.files.targets import files_named_in, files_of
 from htp_export.format import tags
@@ -25,7 +25,7 @@ from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import ModelSource, TaggedModel, for_change, load, name_of
 from htp_export.reporting.columns import many
 from htp_export.runtime.data import Data
-from htp_export.weights.fitting import Fitted, Needed, fit
+from htp_export.weights.fitting import Fitted, Needed, fit, with_changes
 from htp_export.weights.rebuilding import Rebuilt, rebuilt
 from htp_export.weights.state_entries import Weights, read_entries
 
@@ -122,7 +122,7 @@ def bind(
     needed = Needed.of(tagged)
     entries = read_entries(weights)
     destination.check(entries.tensors)
-    fitted, adapted = _adapted(fit(entries, needed, cast=cast), needed, adapters)
+    fitted, adapted = _adapted(fit(entries, needed, cast=cast), adapters)
     made = rebuilt(tagged, fitted.tensors, fitted.unfit, fitted.unchanged)
     is_fixed = in_place_data or only is not None  # the ONNX file stays as it is
     own = () if is_fixed else tell_apart(tagged, made.unknown)
@@ -197,16 +197,16 @@ def _own_copy(model: ModelSource) -> TaggedModel:
 
 
 def _adapted(
-    fitted: Fitted, needed: Needed, adapters: Mapping[str, float] | None
+    fitted: Fitted, adapters: Mapping[str, float] | None
 ) -> tuple[Fitted, tuple[str, ...]]:
     """Return the entries with the changes of adapters, and the names of those that they change."""
     if not adapters:
         return fitted, ()
-    from htp_export.capabilities.bind.adapters import with_adapters
+    from htp_export.capabilities.lora.entries import add_to_entries
 
-    changed = with_adapters(fitted, needed, adapters)
-    names = [name for name in fitted.tensors if changed.tensors[name] is not fitted.tensors[name]]
-    return changed, tuple(names)
+    changes, notes = add_to_entries(fitted.tensors, adapters)
+    changed = tuple(name for name in fitted.tensors if name in changes)
+    return with_changes(fitted, changes, notes), changed
 
 
 def _files_read(weights: Weights, adapters: Mapping[str, float] | None) -> list[Path]:

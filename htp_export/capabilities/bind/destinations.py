@@ -10,17 +10,15 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from htp_export.capabilities.bind.data_alone import DataAlone
-from htp_export.capabilities.bind.entries_as_they_are import (
-    as_they_are,
-    check_referring,
-    write_referring,
-)
 from htp_export.capabilities.bind.parts import Parts, Selector
+from htp_export.capabilities.bind.referring_files import check_referring, write_referring
+from htp_export.errors import InputError
+from htp_export.files.data_alone import DataAlone
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.weights.fitting import Needed
+from htp_export.weights.unchanged_entries import as_they_are
 
 Tensors = Mapping[ir.Value, ir.TensorProtocol]
 
@@ -66,7 +64,7 @@ class Destination:
             share_weights: As in `bind`.
             only: As in `bind`.
         """
-        alone = DataAlone.of(model, output) if in_place_data else None
+        alone = _data_alone(model, output) if in_place_data else None
         if alone is None:
             check_target(output, reads=reads)
         file = None if output is None else Path(output)
@@ -131,6 +129,18 @@ class Destination:
             tagged.model, self.output, external, outside=outside, is_same_graph=is_same_graph
         )
         return ()
+
+
+def _data_alone(model: ModelSource, output: str | os.PathLike[str] | None) -> DataAlone | None:
+    """Return the file whose data are replaced; None if another file is written."""
+    if not isinstance(model, str | os.PathLike):
+        if output is not None:
+            return None
+        raise InputError("in_place_data replaces the data of a file: give the path of a model")
+    file = Path(model)
+    if output is not None and Path(output).absolute() != file.absolute():
+        return None
+    return DataAlone.of(file)
 
 
 def _are_outside(old: Mapping[ir.Value, ir.TensorProtocol | None]) -> bool:

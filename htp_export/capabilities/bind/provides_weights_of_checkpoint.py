@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from htp_export.capabilities.bind.binding import bind
-from htp_export.capabilities.bind.entries_as_they_are import check_referring
+from htp_export.capabilities.bind.referring_files import check_referring
 from htp_export.model.tagged import ModelSource
 from htp_export.weights.state_entries import read_entries
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from htp_export.errors import InputError
+from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import TaggedModel
 from htp_export.reporting.columns import many
 from htp_export.runtime.data import Data
@@ -72,7 +73,7 @@ class Ranges:
 
 def _ranges_in(tagged: TaggedModel) -> int:
     """The number of ranges that depend on weights; ranges of a format do not."""
-    quantizers = [node for node in tagged.nodes if quantizes(node)]
+    quantizers = [node for node in all_nodes(tagged.model) if quantizes(node)]
     if not quantizers:
         return 0
     from htp_export.capabilities.quantize.calibration_records import has_range

@@ -34,7 +34,7 @@ from htp_export.weights.products import (
     readers_of,
     weight_place,
 )
-from htp_export.weights.rebuilding import remade
+from htp_export.weights.rebuilding import recipes_of_stored, remade
 from htp_export.weights.storing import numbers_of, store
 
 _OPERATORS = {"convolution": ("Conv", "com.microsoft::FusedConv"), "embedding": ("Gather",)}
@@ -65,13 +65,21 @@ def add_to_weights(
         by_path |= placed(adapter.source, layers, paths, what)
     for path in counted(list(by_path), "layers"):
         layer = by_path[path]
-        scaling = inserted.get(path) if layer.scaling is None else layer.scaling
-        if scaling is None:
-            raise InputError(
-                f"{adapter.source}: has no scaling for {path!r}; give the folder of PEFT"
-            )
+        scaling = scaling_of(adapter.source, path, layer, inserted.get(path))
         _add_to_weight(tagged, adapter.source, path, layer, scaling)
     return {path: by_path[path] for path in sorted(by_path, key=tags.path_order)}
+
+
+def scaling_of(source: Path, path: str, layer: LowRank, inserted: float | None = None) -> float:
+    """Return the scaling of a layer's factors; ``inserted`` if they have none of their own.
+
+    Raises:
+        InputError: Neither is known.
+    """
+    scaling = inserted if layer.scaling is None else layer.scaling
+    if scaling is None:
+        raise InputError(f"{source}: has no scaling for {path!r}; give the folder of PEFT")
+    return scaling
 
 
 def _paths(tagged: TaggedModel, kind: str) -> list[str]:
@@ -261,10 +269,9 @@ def replace_parameters(tagged: TaggedModel, adapter: Adapter) -> list[str]:
 def _stored_parameters(model: ir.Model) -> dict[str, list[ir.Value]]:
     """Parameter → initializers that were computed from it, according to their recipes."""
     stored: dict[str, list[ir.Value]] = {}
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            for name in dict.fromkeys(parameters_in(recipe_of(value))):
-                stored.setdefault(name, []).append(value)
+    for value, recipe in recipes_of_stored(model).items():
+        for name in dict.fromkeys(parameters_in(recipe)):
+            stored.setdefault(name, []).append(value)
     return stored
 
 

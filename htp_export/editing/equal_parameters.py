@@ -29,18 +29,24 @@ def tell_apart(tagged: TaggedModel, values: Iterable[ir.Value]) -> list[ir.Value
         tagged: The model, which changes.
         values: Initializers whose parameters differ in the new weights.
     """
+    shared = [value for value in values if _is_shared(value)]
+    if not shared:
+        return []
     modules = modules_by_parameter(tagged.model.metadata_props)
     added: list[ir.Value] = []
     names = names_now(tagged.model)
-    for value in values:
-        recipe = recipe_of(value)
-        if value.is_graph_output() or not any(step[0] == "equal" for step in steps_in(recipe)):
-            continue
-        uses_of = _uses_by_parameter(tagged, value, recipe, modules)
+    for value in shared:
+        uses_of = _uses_by_parameter(tagged, value, recipe_of(value), modules)
         if uses_of is not None:
             added += _separate(value, uses_of)
     separate_names(tagged.model, names)
     return added
+
+
+def _is_shared(value: ir.Value) -> bool:
+    """Whether an initializer, which only nodes read, is that of several equal parameters."""
+    is_of_equal = any(step[0] == "equal" for step in steps_in(recipe_of(value)))
+    return is_of_equal and not value.is_graph_output()
 
 
 def _uses_by_parameter(

@@ -1,8 +1,7 @@
-"""``in_place_data``: new weights in the data file of a model, whose ONNX file stays byte for byte as it is."""
+"""New weights in the data file of a model, whose ONNX file stays byte for byte as it is."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from htp_export.files.data_files import DataTensor
 from htp_export.files.data_replacement import Replacement, replace_data
 from htp_export.files.filesystem import Identity
 from htp_export.files.write_file import clear_killed, real_path
-from htp_export.model.tagged import ModelSource
 
 _MOST_NAMED = 3
 """Tensors that a message names."""
@@ -28,22 +26,15 @@ class DataAlone:
     state: Identity | None
 
     @classmethod
-    def of(cls, model: ModelSource, output: str | os.PathLike[str] | None) -> DataAlone | None:
-        """Return the file of a model; None if another output is written.
+    def of(cls, file: Path) -> DataAlone:
+        """Record the identity of a file before it is read; an interrupted replacement is completed.
 
         Raises:
-            InputError: The model is no file, and there is no output.
+            FileError: The file cannot be read.
         """
-        if not isinstance(model, str | os.PathLike):
-            if output is not None:
-                return None
-            raise InputError("in_place_data replaces the data of a file: give the path of a model")
-        file = Path(model)
-        if output is not None and Path(output).absolute() != file.absolute():
-            return None
         try:
             real = real_path(file)
-            clear_killed(real.parent)  # completes a replacement before the data are read
+            clear_killed(real.parent)
             return cls(file, Identity.at(real))
         except OSError as error:
             raise FileError.unreadable(file, error) from error
