@@ -15,6 +15,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.ort_quantizers import PartError
+
 SLICE_BYTES = 2 << 20
 """Bytes of a slice, about. Weights of up to `_LEAST_SLICES` slices are not divided."""
 
@@ -105,16 +107,24 @@ def take_large(graph: ir.Graph) -> list[SlicedWeight]:
     return taken
 
 
-def put_whole(graph: onnx.GraphProto, tensors: list[onnx.TensorProto]) -> None:
-    """Replace the tensors of a first slice in a quantized graph by those of the whole weight."""
-    whole = {tensor.name: tensor for tensor in tensors}
-    for tensor in graph.initializer:
-        if tensor.name in whole:
-            tensor.CopyFrom(whole[tensor.name])
+def put_whole(graph: onnx.GraphProto, weight: SlicedWeight, parts: list[onnx.TensorProto]) -> None:
+    """Replace the tensors of a first slice in a quantized graph by those of the whole weight.
+
+    Raises:
+        PartError: The quantizer left a consumer of the weight as it was.
+    """
+    whole = {tensor.name: tensor for tensor in parts}
     for node in graph.node:
+        if weight.name in node.input:
+            raise PartError(f"the quantizer leaves {node.op_type} {node.name!r} as it is")
         levels = whole.get(node.input[1]) if node.op_type == "MatMulNBits" else None
         if levels is None:
             continue
         for attribute in node.attribute:
             if attribute.name == "N":  # the number of columns
                 attribute.i = levels.dims[0]
+    for place, tensor in reversed(list(enumerate(graph.initializer))):
+        if tensor.name == weight.name:
+            del graph.initializer[place]  # some algorithms leave a weight of several consumers
+        elif tensor.name in whole:
+            tensor.CopyFrom(whole[tensor.name])

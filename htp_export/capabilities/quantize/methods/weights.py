@@ -275,7 +275,8 @@ class Blocks(Method):
         large = [] if self._is_hqq else take_large(part.model.graph)
         made = self._rounded(tool, part.proto())
         for weight in large:
-            put_whole(made.graph, weight.quantized(lambda model: self._rounded(tool, model)))
+            parts = weight.quantized(lambda model: self._rounded(tool, model))
+            put_whole(made.graph, weight, parts)
         with made_file() as file:
             onnx.save(made, file)
             quantized = read_model(file)
