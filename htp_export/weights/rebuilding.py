@@ -25,7 +25,7 @@ from htp_export.model.graph_facts import Array
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.rounding import Rounding, Roundings, rounded_bias, rounding
-from htp_export.weights.strips import in_strips, strips
+from htp_export.model.strips import in_strips, strips
 
 _GROWTH = 16
 """Limit of intermediate results, as a factor on the larger of stored tensor and parameters.
@@ -276,11 +276,15 @@ def unpacked(array: Array, count: int, bits: int, kind: ir.DataType) -> Array:
         >>> unpacked(np.array([[0x98, 0x0F]], np.uint8), 3, 4, ir.DataType.INT4)
         array([[0, 1, 7]], dtype=int4)
     """
-    rows = array.reshape(len(array), -1)
-    if bits == 4:
-        rows = np.stack([rows & 15, rows >> 4], -1).reshape(len(rows), -1)
+    packed = array.reshape(len(array), -1)
     middle = 1 << (bits - 1) if kind.is_signed() else 0
-    return (rows[:, :count].astype(np.int16) - middle).astype(kind.numpy())
+    made: Array = np.empty((len(packed), count), kind.numpy())
+    for chosen in strips(packed):
+        rows = packed[chosen]
+        if bits == 4:
+            rows = np.stack([rows & 15, rows >> 4], -1).reshape(len(rows), -1)
+        made[chosen] = (rows[:, :count].astype(np.int16) - middle).astype(kind.numpy())
+    return made
 
 
 def _type(name: str) -> ir.DataType:

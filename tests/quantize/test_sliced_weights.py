@@ -14,7 +14,7 @@ from htp_export.capabilities.quantize import sliced_weights
 from htp_export.capabilities.quantize.method import Precision
 from htp_export.capabilities.quantize.methods import weights as method
 from htp_export.format import tags
-from htp_export.weights import strips
+from htp_export.model import strips
 from htp_export.weights.rebuilding import _quantized, narrowed
 from htp_export.weights.rounding import rounding
 

@@ -34,7 +34,7 @@ from htp_export.files.write_file import replace_file
 from htp_export.process.mapped_memory import MappedFiles, release_pages
 
 _LARGE_BYTES = 1 << 20  # writing smaller tensors takes no noticeable time
-_PART_BYTES = 1 << 24  # memory for the part of a tensor whose layout is changed
+_PART_BYTES = 1 << 21  # memory for the part of a tensor whose layout is changed
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Size of an element → a type of this size that numpy has, too."""
 _MARK = "_htp_export_saves_whole"
