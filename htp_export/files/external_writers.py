@@ -36,7 +36,7 @@ from htp_export.files.own_data import (
     place_of,
     replaceable_data,
 )
-from htp_export.files.parsing import is_protobuf
+from htp_export.files.parsing import deserialized, is_protobuf
 from htp_export.files.write_file import Move, WorkFolder, work_folder
 from htp_export.format import tags
 
@@ -48,6 +48,8 @@ def written_whole(
     path: str | os.PathLike[str],
     metadata: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     replaces: Callable[[Path], bool] = lambda _: False,
+    *,
+    is_checked: bool = False,
 ) -> Iterator[Path]:
     """Provide a path to write a model and its data files; on success, they replace the files at ``path``.
 
@@ -62,7 +64,8 @@ def written_whole(
     nothing is replaced.
 
     ``metadata``: name of an initializer → its metadata, which onnx_ir does not write for external
-    tensors. An invalid model with data files is an InputError, and no file is written.
+    tensors. ``is_checked``: the model is written from a valid graph in memory. Otherwise, an invalid
+    model with data files is an InputError, and no file is written.
     """
     target = Path(path)
     check_kind_of_target(target)
@@ -75,10 +78,18 @@ def written_whole(
         yield new
         if not new.exists():
             return
+        if not is_checked:
+            _check_readable(work, new)
         try:
             _place(work, new, target, metadata, replaces)
         except FileExistsError:  # another process created a file of that name meanwhile
             _place(work, new, target, metadata, replaces, serial=True)
+
+
+def _check_readable(work: WorkFolder, new: Path) -> None:
+    """Raise an InputError if a model with data files is not valid."""
+    if any(file != new for file in work.new.iterdir()):
+        deserialized(onnx.load(new, load_external_data=False))
 
 
 def _place(

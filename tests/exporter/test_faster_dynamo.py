@@ -4,6 +4,7 @@ import collections
 import copy
 import functools
 import gc
+import linecache
 import re
 import types
 import weakref
@@ -335,3 +336,20 @@ def test_garbage_of_one_export_is_gone_in_the_next():
             del cycle
     with restored(keep_objects):
         assert gone() is None
+
+
+def test_sources_that_torch_read_for_stacks_are_not_kept_in_memory():
+    export_small(hurries=True)  # imports read sources, too
+    linecache.getlines(re.__file__)
+    before = set(linecache.cache)
+    export_small(hurries=True)
+    kept = {name for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1]}
+    assert kept <= before
+    assert re.__file__ in kept
+    export_small(hurries=False)
+    kept = {name for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1]}
+    assert len(kept - before) > 10
+
+
+def export_small(*, hurries: bool) -> None:
+    exported(small_modules(1), (torch.randn(2, 4),), hurries=hurries, verbose=False)

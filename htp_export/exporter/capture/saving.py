@@ -26,7 +26,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.errors import FileError, HtpExportError
 from htp_export.exporter.capture.patching import Wrap
 from htp_export.files.filesystem import check_kind_of_target, is_special, why_not_writable
 from htp_export.files.protobuf_bytes import Weight
@@ -94,15 +94,10 @@ def _saved_whole(program_class: Any) -> Any:
             tensor = value.const_value
             if tensor is not None and tensor.metadata_props:
                 metadata[name] = tensor.metadata_props
-        try:
-            with written_whole(destination, metadata) as new, written_in_parts(self.model):
-                original(self, new, *args, **kwargs)
-        except FileError:
-            raise
-        except InputError as error:
-            raise FileError(
-                destination, f"not written, because what torch.onnx.export made is {error}"
-            ) from error
+        # Reading the file again would make a second graph of it, beside that of the program.
+        whole = written_whole(destination, metadata, is_checked=True)
+        with whole as new, written_in_parts(self.model):
+            original(self, new, *args, **kwargs)
 
     described = {
         "__doc__": program_class.__doc__,
