@@ -339,16 +339,14 @@ def test_garbage_of_one_export_is_gone_in_the_next():
 
 
 def test_sources_that_torch_read_for_stacks_are_not_kept_in_memory():
-    export_small(hurries=True)  # imports read sources, too
+    by_torch = torch.fx.experimental.proxy_tensor.__file__
+    linecache.cache.pop(by_torch, None)
     linecache.getlines(re.__file__)
-    before = set(linecache.cache)
     export_small(hurries=True)
-    kept = {name for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1]}
-    assert kept <= before
-    assert re.__file__ in kept
+    assert by_torch not in linecache.cache
+    assert re.__file__ in linecache.cache  # it was there before
     export_small(hurries=False)
-    kept = {name for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1]}
-    assert len(kept - before) > 10
+    assert by_torch in linecache.cache
 
 
 def export_small(*, hurries: bool) -> None:
