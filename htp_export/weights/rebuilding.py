@@ -23,9 +23,9 @@ from htp_export.format.recipes import (
 )
 from htp_export.model.graph_facts import Array
 from htp_export.model.recipes import recipe_of
+from htp_export.model.strips import in_strips, strips
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.rounding import Rounding, Roundings, rounded_bias, rounding
-from htp_export.model.strips import in_strips, strips
 
 _GROWTH = 16
 """Limit of intermediate results, as a factor on the larger of stored tensor and parameters.

@@ -16,9 +16,9 @@ import onnx_ir as ir
 from htp_export.extras import required
 from htp_export.format.recipes import NO_AXIS
 from htp_export.model.graph_facts import Array
+from htp_export.model.strips import in_strips, strips
 from htp_export.weights.fixed_point import FixedFormat
 from htp_export.weights.microscaling import MX_ELEMENTS, microscaled
-from htp_export.model.strips import in_strips, strips
 
 _LARGEST, _MIDDLE = 127, 128  # of int8 with a symmetric range; the zero point of uint8
 

@@ -327,7 +327,9 @@ def test_a_model_is_read_once_for_all_data_files_that_are_replaced_and_once_for_
     assert read == [file, file]
 
 
-def test_a_model_that_a_tool_writes_with_data_files_and_that_is_not_valid_replaces_nothing(tmp_path):
+def test_a_model_that_a_tool_writes_with_data_files_and_that_is_not_valid_replaces_nothing(
+    tmp_path,
+):
     file = tmp_path / "net.onnx"
     file.write_bytes(b"as it was")
     model = many_data_files(1)

@@ -1,6 +1,8 @@
-"""Large weights are quantized in slices, a few rows or columns at a time, with the result of the whole weight, byte for byte."""
+"""Large weights are quantized a few rows or columns at a time, with the result of the whole weight, byte for byte."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +21,11 @@ from htp_export.weights.rebuilding import _quantized, narrowed
 from htp_export.weights.rounding import rounding
 
 _WHOLE = 1 << 30
+_ROOT = Path(__file__).parents[2]
 
 
 def _net(file: Path) -> None:
-    """A tagged file: products of odd sizes, one weight of two products, a transposed weight with a factor, and a table."""
+    """A tagged file: products of odd sizes, a weight of two products, a transposed one with a factor, and a table."""
     make = onnx.helper
     random = np.random.default_rng(0)
     shapes = {"table": (37, 65), "wide": (65, 131), "shared": (131, 131), "turned": (33, 131)}
@@ -147,3 +150,43 @@ def test_floats_are_narrowed_a_few_rows_at_a_time_to_equal_floats(
     monkeypatch.setattr(strips, "STRIP_BYTES", 500)
     assert narrowed(weight, ir.DataType.FLOAT16).tobytes() == whole.tobytes()
     assert narrowed(weight.T, ir.DataType.FLOAT16).tobytes() == whole.T.tobytes()
+
+
+_PEAK = """
+import json, shutil, sys
+from pathlib import Path
+sys.path.insert(0, "tools")
+import large_model
+from peak_memory import PeakOfOwn, status
+import htp_export
+folder, what = Path(sys.argv[1]), sys.argv[2]
+
+def run(file):
+    made = file.with_name("made.onnx")
+    if what == "carry":
+        htp_export.carry(file, file.with_name("other.onnx"), made)
+    else:
+        htp_export.quantize(file, what, made, external_data="made.data")
+
+for name, gigabytes in (("first", 0.001), ("net", 0.8)):  # the first run imports what both need
+    file = folder / name / "net.onnx"
+    file.parent.mkdir()
+    large_model.write_model(file, gigabytes)
+    shutil.copy(file, file.with_name("other.onnx"))
+    before = status("RssAnon")
+    with PeakOfOwn() as peak:
+        run(file)
+print(json.dumps([peak.own - before, (file.parent / "net.onnx.data").stat().st_size / 12]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="memory is counted otherwise elsewhere"
+)
+@pytest.mark.parametrize("what", ["int4", "int8-weights", "fp16", "carry"])
+def test_a_large_file_takes_at_most_one_and_a_half_of_its_largest_tensor(tmp_path, what):
+    command = [sys.executable, "-c", _PEAK, str(tmp_path), what]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
+    peak, largest = json.loads(done.stdout.splitlines()[-1])
+    assert peak < 1.5 * largest

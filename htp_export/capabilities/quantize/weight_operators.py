@@ -301,9 +301,7 @@ def _integers(
     return _register(graph, value, tensor, recipe)
 
 
-def _register(
-    graph: ir.Graph, of: ir.Value, tensor: ir.TensorProtocol, recipe: Recipe
-) -> ir.Value:
+def _register(graph: ir.Graph, of: ir.Value, tensor: ir.TensorProtocol, recipe: Recipe) -> ir.Value:
     name = f"{of.name}_rows"
     return graph.initializers.get(name) or add_initializer(graph, tensor, name, recipe)
 
