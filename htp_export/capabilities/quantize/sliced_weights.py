@@ -18,9 +18,10 @@ import onnx_ir as ir
 from htp_export.capabilities.quantize.ort_quantizers import PartError
 
 SLICE_BYTES = 2 << 20
-"""Bytes of a slice, about. Weights of up to `_LEAST_SLICES` slices are not divided."""
+"""Bytes of a slice, about."""
 
 _LEAST_SLICES = 8
+"""Smaller weights are not divided: a group of them takes as much memory."""
 
 _EVEN = 2
 """Slices have an even number of columns or rows: a byte contains two levels, or two zero points."""
