@@ -133,7 +133,8 @@ class SourcesInMemory:
         """Release the lines of files that were read since; they are read again if they are needed."""
         if not running.saves_work():
             return
-        for name, entry in list(linecache.cache.items()):
+        entries: list[tuple[str, tuple[Any, ...]]] = list(linecache.cache.items())
+        for name, entry in entries:
             # sources that are not in a file have no time of modification
             is_file = len(entry) == _OF_FILE and entry[1] is not None
             if is_file and name not in self._before:
