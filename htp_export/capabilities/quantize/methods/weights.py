@@ -275,8 +275,10 @@ class Blocks(Method):
         large = [] if self._is_hqq else take_large(part.model.graph)
         made = self._rounded(tool, part.proto())
         for weight in large:
-            parts = weight.quantized(lambda model: self._rounded(tool, model))
-            put_whole(made.graph, weight, parts)
+            # its parts in no variable: they would be in memory while the file is written
+            put_whole(
+                made.graph, weight, weight.quantized(lambda model: self._rounded(tool, model))
+            )
         with made_file() as file:
             onnx.save(made, file)
             quantized = read_model(file)
