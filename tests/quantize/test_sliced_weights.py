@@ -189,4 +189,5 @@ def test_a_large_file_takes_at_most_one_and_a_half_of_its_largest_tensor(tmp_pat
     command = [sys.executable, "-c", _PEAK, str(tmp_path), what]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
     peak, largest = json.loads(done.stdout.splitlines()[-1])
-    assert peak < 1.5 * largest
+    # and the slice that the quantizer copies several times, whatever the size of the weight
+    assert peak < 1.5 * largest + 8 * sliced_weights.SLICE_BYTES
