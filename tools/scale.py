@@ -130,6 +130,10 @@ def commands(folder: Path, module: str) -> dict[str, Callable[[], object]]:
         "carry": lambda: _command("carry", file, folder / "untagged.onnx", "-o", made),
         "view": lambda: _command("view", file, "-o", folder / "page.html"),
     }
+    for precision in ("fp16", "int4", "int8-weights", "int8-dynamic"):
+        steps[f"quantize {precision}"] = lambda precision=precision: _command(
+            "quantize", file, precision, "-o", made
+        )
     for level in ("exact", "tolerant", "fused"):
         steps[f"optimize --level {level}"] = lambda level=level: _command(
             "optimize", file, "-o", made, "--level", level

@@ -185,6 +185,7 @@ class Dynamo:
             patches.FASTER_DYNAMO.hold(self._changes)
             keep_objects(self._changes)
         program = _captured(export, self._model, self._changes, (running.dynamo_capture, capture))
+        capture.sources.forget_others()
         hold_collection(self._changes, kept=True)
         captured = Captured(capture, self.modules.hierarchy, self.modules.parameters)
         capture.step("tagging the nodes of the program", write_tags, captured, program.model)

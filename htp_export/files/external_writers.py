@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import onnx
-import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.data_plan import (
@@ -29,14 +28,14 @@ from htp_export.files.filesystem import (
     temporary_folder,
 )
 from htp_export.files.kept_name import rename_data
-from htp_export.files.lazy_tensor import slots
 from htp_export.files.linked_weights import is_same_content
-from htp_export.files.model_files import (
-    places_of,
-    read_model,
-    write_model,
+from htp_export.files.model_files import read_model, write_model
+from htp_export.files.own_data import (
+    external_tensors,
+    obsolete_files,
+    place_of,
+    replaceable_data,
 )
-from htp_export.files.own_data import external_tensors, obsolete_files, replaceable_data
 from htp_export.files.parsing import deserialized, is_protobuf
 from htp_export.files.write_file import Move, WorkFolder, work_folder
 from htp_export.format import tags
@@ -49,6 +48,8 @@ def written_whole(
     path: str | os.PathLike[str],
     metadata: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     replaces: Callable[[Path], bool] = lambda _: False,
+    *,
+    is_checked: bool = False,
 ) -> Iterator[Path]:
     """Provide a path to write a model and its data files; on success, they replace the files at ``path``.
 
@@ -63,7 +64,8 @@ def written_whole(
     nothing is replaced.
 
     ``metadata``: name of an initializer → its metadata, which onnx_ir does not write for external
-    tensors. An invalid model with data files is an InputError, and no file is written.
+    tensors. ``is_checked``: the model is written from a valid graph in memory. Otherwise, an invalid
+    model with data files is an InputError, and no file is written.
     """
     target = Path(path)
     check_kind_of_target(target)
@@ -76,10 +78,18 @@ def written_whole(
         yield new
         if not new.exists():
             return
+        if not is_checked:
+            _check_readable(work, new)
         try:
             _place(work, new, target, metadata, replaces)
         except FileExistsError:  # another process created a file of that name meanwhile
             _place(work, new, target, metadata, replaces, serial=True)
+
+
+def _check_readable(work: WorkFolder, new: Path) -> None:
+    """Raise an InputError if a model with data files is not valid."""
+    if any(file != new for file in work.new.iterdir()):
+        deserialized(onnx.load(new, load_external_data=False))
 
 
 def _place(
@@ -186,16 +196,12 @@ def _note(
     ``data``: name of a data file → its rename. ``is_changed``: ``proto`` differs from the file, so
     that all of it is written again.
     """
-    model = deserialized(proto)
-    tensors: dict[str, list[ir.ExternalTensor]] = {}
-    for slot in slots(model):
-        if isinstance(slot.tensor, ir.ExternalTensor):
-            tensors.setdefault(os.fspath(slot.tensor.location), []).append(slot.tensor)
-    notes: dict[str, Mapping[str, Any]] = {
-        name: describe_own(data[name].new, places_of(external), data[name].target)
-        for name, external in tensors.items()
-        if name in data
-    }
+    # The message alone is in memory: a graph of it would be a second one beside the exporter's.
+    notes: dict[str, Mapping[str, Any]] = {}
+    for name, tensors in external_tensors(proto).items():
+        if name in data:
+            places = map(place_of, tensors)
+            notes[name] = describe_own(data[name].new, places, data[name].target)
     added: dict[str, str] = {}
     put_notes(added, notes)
     entries = [onnx.StringStringEntryProto(key=key, value=value) for key, value in added.items()]
@@ -203,7 +209,8 @@ def _note(
         if initializer.name in metadata and not initializer.metadata_props:
             onnx.helper.set_metadata_props(initializer, dict(metadata[initializer.name]))
             is_changed = True
-    if is_protobuf(file) and tags.DATA not in model.metadata_props and not is_changed:
+    has_notes = any(entry.key == tags.DATA for entry in proto.metadata_props)
+    if is_protobuf(file) and not has_notes and not is_changed:
         with file.open("ab") as stream:  # protobuf merges concatenated messages
             stream.write(onnx.ModelProto(metadata_props=entries).SerializeToString())
         return

@@ -47,7 +47,7 @@ class FileHeader:
             metadata = {entry.key: entry.value for entry in proto.metadata_props}
             places: dict[str, list[Place]] = {}
             for location, tensors in external_tensors(proto).items():
-                places[location] = list(map(_place, tensors))
+                places[location] = list(map(place_of, tensors))
         except Exception:
             # the parsers of four formats raise any error for a file of another format
             return None
@@ -91,7 +91,7 @@ def _external(tensor: onnx.TensorProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
-def _place(tensor: onnx.TensorProto) -> Place:
+def place_of(tensor: onnx.TensorProto) -> Place:
     """Return the position of an external tensor in its data file."""
     fields = _external(tensor)
     length = int(fields.get("length", 0))

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from htp_export.files.data_files import DataTensor
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.model.strips import strips
 from htp_export.shapes.schemas import settings
 
 _PORTION = 1 << 18
@@ -32,19 +33,13 @@ def array_hash(array: npt.NDArray[Any]) -> bytes:
     return digest.digest()
 
 
-_PART_BYTES = 1 << 22
-"""Bytes that are copied at once of an array in another order: a transposed weight is not copied whole."""
-
-
 def _in_order(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
     """The array in parts along its first axis, each with its numbers in order in memory."""
     if array.flags.c_contiguous or array.ndim < 2:
         yield np.ascontiguousarray(array)
         return
-    row_bytes = max(1, array.nbytes // max(1, array.shape[0]))
-    step = max(1, _PART_BYTES // row_bytes)
-    for start in range(0, array.shape[0], step):
-        yield np.ascontiguousarray(array[start : start + step])
+    for rows in strips(array):
+        yield np.ascontiguousarray(array[rows])
 
 
 def same_numbers(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:

@@ -163,7 +163,8 @@ def changed_when_written(
     """
 
     def changed() -> ir.TensorProtocol:
-        return ir.Tensor(np.ascontiguousarray(change(tensor.numpy())), dtype=tensor.dtype)
+        # a transpose is a view: who writes it makes it contiguous, a part at a time
+        return ir.Tensor(np.asarray(change(tensor.numpy())), dtype=tensor.dtype)
 
     sizes = tensor.shape.numpy() if shape is None else shape
     return recorded(ir.LazyTensor(changed, tensor.dtype, ir.Shape(sizes), name=tensor.name), recipe)

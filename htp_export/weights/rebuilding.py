@@ -24,6 +24,7 @@ from htp_export.format.recipes import (
 )
 from htp_export.model.graph_facts import Array
 from htp_export.model.recipes import recipe_of
+from htp_export.model.strips import in_strips, strips
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import graphs_in
 from htp_export.weights.rounding import Rounding, Roundings, rounded_bias, rounding
@@ -263,12 +264,15 @@ def _quantized(array: Array, blocks: list[Any]) -> Rounding:
     bits, block, symmetric = blocks
     rows, columns = array.shape
     count, pack = -(-rows // block), 8 // bits
-    padded = np.ascontiguousarray(np.pad(array, ((0, count * block - rows), (0, 0))))
     levels = np.zeros((columns, count, -(-block // pack)), np.uint8)
     scales = np.zeros((columns, count), array.dtype)
     zero_points = np.zeros((columns, -(-count // pack)), np.uint8)
     kernel = getattr(kernels, f"quantize_matmul_{bits}bits")
-    kernel(levels, padded, scales, zero_points, block, columns, rows, bool(symmetric))
+    missing = (0, count * block - rows)
+    for chosen in strips(array.T):
+        part = np.ascontiguousarray(np.pad(array[:, chosen], (missing, (0, 0))))
+        made = levels[chosen], scales[chosen], zero_points[chosen]
+        kernel(made[0], part, *made[1:], block, part.shape[1], rows, bool(symmetric))
     return Rounding(scales, zero_points, lambda: levels)
 
 
@@ -281,11 +285,15 @@ def unpacked(array: Array, count: int, bits: int, kind: ir.DataType) -> Array:
         >>> unpacked(np.array([[0x98, 0x0F]], np.uint8), 3, 4, ir.DataType.INT4)
         array([[0, 1, 7]], dtype=int4)
     """
-    rows = array.reshape(len(array), -1)
-    if bits == 4:
-        rows = np.stack([rows & 15, rows >> 4], -1).reshape(len(rows), -1)
+    packed = array.reshape(len(array), -1)
     middle = 1 << (bits - 1) if kind.is_signed() else 0
-    return (rows[:, :count].astype(np.int16) - middle).astype(kind.numpy())
+    made: Array = np.empty((len(packed), count), kind.numpy())
+    for chosen in strips(packed):
+        rows = packed[chosen]
+        if bits == 4:
+            rows = np.stack([rows & 15, rows >> 4], -1).reshape(len(rows), -1)
+        made[chosen] = (rows[:, :count].astype(np.int16) - middle).astype(kind.numpy())
+    return made
 
 
 def _type(name: str) -> ir.DataType:
@@ -307,12 +315,15 @@ def narrowed(array: Array, to: ir.DataType) -> Array:
     kind = to.numpy()
     limits = ml_dtypes.finfo(kind)  # type: ignore[no-untyped-call]
     largest, smallest = np.float32(limits.max), np.float32(limits.smallest_subnormal)
-    finite = np.isfinite(array)
-    bounded = np.where(finite, np.clip(array, -largest, largest), array)
-    kept = np.where(
-        (bounded != 0) & (np.abs(bounded) < smallest), np.copysign(smallest, bounded), bounded
-    )
-    return np.asarray(kept).astype(kind)
+
+    def narrow(rows: Array) -> Array:
+        finite = np.isfinite(rows)
+        bounded = np.where(finite, np.clip(rows, -largest, largest), rows)
+        is_tiny = (bounded != 0) & (np.abs(bounded) < smallest)
+        kept = np.where(is_tiny, np.copysign(smallest, bounded), bounded)
+        return np.asarray(kept).astype(kind)
+
+    return in_strips(narrow, kind, array)
 
 
 def _torch_sqrt(array: Array) -> Array:

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from htp_export.extras import required
 from htp_export.format.recipes import NO_AXIS
 from htp_export.model.graph_facts import Array
+from htp_export.model.strips import in_strips, strips
 from htp_export.weights.fixed_point import FixedFormat
 from htp_export.weights.microscaling import MX_ELEMENTS, microscaled
 
@@ -138,29 +139,36 @@ def _linear(weight: Array, kind: str, axis: int, symmetric: int, reduced: int) -
     tools = required("onnxruntime.quantization.quant_utils", "rounding to integers")
 
     onnx_type = int(ir.DataType[kind.upper()])
-    channels = (
-        [weight] if axis == NO_AXIS else [weight.take(k, axis) for k in range(weight.shape[axis])]
-    )
+    channels = weight[np.newaxis] if axis == NO_AXIS else np.moveaxis(weight, axis, 0)
     found = [
-        tools.compute_data_quant_params(each.flatten(), onnx_type, bool(symmetric), bool(reduced))
+        tools.compute_data_quant_params(each.reshape(-1), onnx_type, bool(symmetric), bool(reduced))
         for each in channels
     ]
     scales = np.array([scale for _, scale in found], weight.dtype)
     points = _typed(np.array([point for point, _ in found]), kind)
 
     def levels() -> Array:
-        rows = [
-            _typed(tools.quantize_nparray(onnx_type, each.flatten(), scale, point), kind)
-            for each, (point, scale) in zip(channels, found, strict=True)
-        ]
-        if axis == NO_AXIS:
-            return rows[0].reshape(weight.shape)
-        ones = [1 if place == axis else size for place, size in enumerate(weight.shape)]
-        return np.asarray(np.concatenate([each.reshape(ones) for each in rows], axis))
+        made: Array = np.empty(weight.shape, ir.DataType[kind.upper()].numpy())
+        of_channels = made[np.newaxis] if axis == NO_AXIS else np.moveaxis(made, axis, 0)
+        for each, into, (point, scale) in zip(channels, of_channels, found, strict=True):
+            _round_linear(tools, onnx_type, each, into, scale, point)
+        return made
 
     if axis == NO_AXIS:
         scales, points = scales.reshape(()), points.reshape(())
     return Rounding(scales, points, levels)
+
+
+def _round_linear(
+    tools: Any, onnx_type: int, channel: Array, into: Array, scale: Any, point: Any
+) -> None:
+    """Round the numbers of one channel, a few rows at a time."""
+    if channel.ndim == 0:
+        channel, into = channel[np.newaxis], into[np.newaxis]
+    for rows in strips(channel):
+        part = channel[rows]
+        levels = tools.quantize_nparray(onnx_type, part.reshape(-1), scale, point)
+        into[rows] = np.asarray(levels).astype(into.dtype).reshape(part.shape)
 
 
 def _typed(array: Any, kind: str) -> Array:
@@ -170,12 +178,15 @@ def _typed(array: Any, kind: str) -> Array:
 def _channels(weight: Array, axis: int) -> Rounding:
     """Round to symmetric int8, with one scale for each index of an axis."""
     others = tuple(place for place in range(weight.ndim) if place != axis)
-    largest: Array = np.abs(weight).max(axis=others)
+    largest: Array = np.maximum(weight.max(axis=others), -weight.min(axis=others))
     scales = np.where(largest == 0, 1, largest / _LARGEST).astype(weight.dtype)
 
     def levels() -> Array:
-        wide = np.round(weight.astype(np.float32) / np.expand_dims(scales, others))
-        return np.asarray(np.clip(wide, -_LARGEST, _LARGEST).astype(np.int8))
+        def of_rows(rows: Array, factors: Array) -> Array:
+            wide = np.round(rows.astype(np.float32) / factors)
+            return np.asarray(np.clip(wide, -_LARGEST, _LARGEST).astype(np.int8))
+
+        return in_strips(of_rows, np.int8, weight, np.expand_dims(scales, others))
 
     return Rounding(scales, np.zeros(scales.shape, np.int8), levels)
 
@@ -186,7 +197,7 @@ def _rows(weight: Array, bits: int, size: int, symmetric: int) -> Rounding:
         return _rows_of_four_bits(weight, size, bool(symmetric))
     columns = weight.shape[1]
     starts = np.arange(0, columns, size)
-    array = weight.astype(np.float32)
+    array = weight.astype(np.float32, copy=False)
     least, most = (each.reduceat(array, starts, axis=1) for each in (np.minimum, np.maximum))
     if symmetric:
         most = np.maximum(np.abs(least), np.abs(most)) * (2 * _MIDDLE - 1) / _LARGEST / 2
@@ -200,9 +211,12 @@ def _rows(weight: Array, bits: int, size: int, symmetric: int) -> Rounding:
     else:
         points = _in_bytes(-least / scales)
 
-    def levels() -> Array:
+    def of_rows(numbers: Array, scales: Array, points: Array) -> Array:
         spread, shift = (np.repeat(each, size, axis=1)[:, :columns] for each in (scales, points))
-        return _in_bytes(array / spread + shift)
+        return _in_bytes(numbers / spread + shift)
+
+    def levels() -> Array:
+        return in_strips(of_rows, np.uint8, array, scales, points)
 
     return Rounding(scales, points, levels)
 
@@ -215,17 +229,21 @@ def _rows_of_four_bits(weight: Array, size: int, symmetric: bool) -> Rounding:
     """Round as ONNX Runtime's quantizer of tables does; a byte contains two numbers."""
     tools = required("onnxruntime.quantization.matmul_nbits_quantizer", "rounding to 4 bits")
     quantizer = tools.DefaultWeightOnlyQuantizer
-    packed, scales, points = quantizer.quantize_ndarray(weight, 1, size, symmetric)
+    # the quantizer holds its weight several times; strips of many rows begin with a whole byte
+    made = [quantizer.quantize_ndarray(weight[rows], 1, size, symmetric) for rows in strips(weight)]
+    packed = np.concatenate([part[0] for part in made])
+    scales = np.concatenate([part[1] for part in made])
     kind = "INT4" if symmetric else "UINT4"
-    if points is None:
+    if symmetric:
         zero_points = np.zeros(scales.shape, ir.DataType.INT4.numpy())
     else:
+        points = np.concatenate([part[2] for part in made])
         zero_points = _unpacked(points, scales.shape, kind)
 
     def levels() -> Array:
         return _unpacked(packed, weight.shape, kind)
 
-    return Rounding(np.asarray(scales), zero_points, levels)
+    return Rounding(scales, zero_points, levels)
 
 
 def _unpacked(packed: Array, shape: tuple[int, ...], kind: str) -> Array:

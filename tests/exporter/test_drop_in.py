@@ -455,18 +455,15 @@ def test_a_model_of_torch_that_is_not_valid_is_said_to_be_torchs(names, said, op
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_file_of_torch_that_cannot_be_read_is_said_to_be_torchs(tmp_path, monkeypatch):
+def test_a_program_is_saved_without_a_second_graph_of_its_file(tmp_path, monkeypatch):
     def fails(_: Any) -> None:
-        raise ValueError("no such type")
+        raise AssertionError("the file is read again")
 
     program = htp_export.export(GivesItsInput().eval(), (x(2, 4),), verbose=False)
-    monkeypatch.setattr(onnx_ir, "from_proto", fails)
-    with pytest.raises(
-        FileError,
-        match=r"model\.onnx: .*torch\.onnx\.export made is not a valid ONNX model: .*no such",
-    ):
+    with monkeypatch.context() as patched:
+        patched.setattr(onnx_ir, "from_proto", fails)
         program.save(tmp_path / "model.onnx", external_data=True)
-    assert list(tmp_path.iterdir()) == []
+    assert htp_export.load(tmp_path / "model.onnx").nodes
 
 
 @BOTH

@@ -4,6 +4,7 @@ import collections
 import copy
 import functools
 import gc
+import linecache
 import re
 import types
 import weakref
@@ -335,3 +336,18 @@ def test_garbage_of_one_export_is_gone_in_the_next():
             del cycle
     with restored(keep_objects):
         assert gone() is None
+
+
+def test_sources_that_torch_read_for_stacks_are_not_kept_in_memory():
+    by_torch = torch.fx.experimental.proxy_tensor.__file__
+    linecache.cache.pop(by_torch, None)
+    linecache.getlines(re.__file__)
+    export_small(hurries=True)
+    assert by_torch not in linecache.cache
+    assert re.__file__ in linecache.cache  # it was there before
+    export_small(hurries=False)
+    assert by_torch in linecache.cache
+
+
+def export_small(*, hurries: bool) -> None:
+    exported(small_modules(1), (torch.randn(2, 4),), hurries=hurries, verbose=False)

@@ -16,7 +16,7 @@ import pytest
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.errors import FileError
+from htp_export.errors import FileError, InputError
 from htp_export.files import data_files, own_data
 from htp_export.files.external_writers import written_whole
 from htp_export.files.model_files import external_files, read_model, write_model
@@ -325,6 +325,19 @@ def test_a_model_is_read_once_for_all_data_files_that_are_replaced_and_once_for_
         ["net.onnx", *(f"wh{k + 1}" for k in range(20))]
     )
     assert read == [file, file]
+
+
+def test_a_model_that_a_tool_writes_with_data_files_and_that_is_not_valid_replaces_nothing(
+    tmp_path,
+):
+    file = tmp_path / "net.onnx"
+    file.write_bytes(b"as it was")
+    model = many_data_files(1)
+    model.graph.input[0].type.tensor_type.elem_type = 99
+    with pytest.raises(InputError, match="not a valid ONNX model"), written_whole(file) as new:
+        onnx.save(model, new, save_as_external_data=True, size_threshold=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["net.onnx"]
+    assert file.read_bytes() == b"as it was"
 
 
 def with_constant_in_function(file: Path) -> np.ndarray[Any, Any]:

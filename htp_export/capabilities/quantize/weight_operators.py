@@ -288,13 +288,20 @@ def _integers(
     """
     assert value.const_value is not None
     count, bits = packing
-    array = unpacked(value.const_value.numpy().reshape(sizes), count, bits, kind).T
+    packed = value.const_value
+
+    def read() -> ir.TensorProtocol:
+        array = unpacked(packed.numpy().reshape(sizes), count, bits, kind).T
+        return ir.Tensor(np.ascontiguousarray(array), dtype=kind)
+
     unpacking = step("unpack", recipe_of(value), [count, bits, kind.name.lower()])
     recipe = step("transpose", unpacking, [1, 0])
-    return _register(graph, value, ir.Tensor(np.ascontiguousarray(array), dtype=kind), recipe)
+    # a number of 4 bits takes a byte in memory: it is unpacked when it is written
+    tensor = ir.LazyTensor(read, kind, ir.Shape((count, sizes[0])), name=packed.name)
+    return _register(graph, value, tensor, recipe)
 
 
-def _register(graph: ir.Graph, of: ir.Value, tensor: ir.Tensor[Any], recipe: Recipe) -> ir.Value:
+def _register(graph: ir.Graph, of: ir.Value, tensor: ir.TensorProtocol, recipe: Recipe) -> ir.Value:
     name = f"{of.name}_rows"
     return graph.initializers.get(name) or add_initializer(graph, tensor, name, recipe)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.calls import NO_CALL, CallTensors, Operation, Record, last_in_place
 from htp_export.exporter.capture.decomposition import Decomposition
+from htp_export.exporter.capture.faster_dynamo import SourcesInMemory
 from htp_export.exporter.capture.fx_calls import FxCalls, NodeResult
 from htp_export.exporter.capture.made_weights import MadeWeights
 from htp_export.exporter.capture.modules import ModuleNames
@@ -70,6 +71,7 @@ class DynamoCapture(Guarded):
         super().__init__()
         self.calls = calls  # the calls of its modules, and of the nodes of FX graphs
         self.decomposition = Decomposition(calls)  # of the exported FX graph
+        self.sources = SourcesInMemory()
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._first: _FirstGraph | None = None
         self._replaced: dict[ir.Value, ir.Value] = {}
@@ -94,6 +96,7 @@ class DynamoCapture(Guarded):
 
     def exported(self, program: Any) -> None:
         """Record which calls the model's outputs depend on, before the program is decomposed."""
+        self.sources.forget_others()
         self.calls.exported(program)
         self.decomposition = Decomposition(self.calls)
         self.decomposition.runs = True
@@ -104,6 +107,7 @@ class DynamoCapture(Guarded):
 
     def translated_program(self, program: Any) -> None:
         """Record the graph of an ``ONNXProgram`` as it was translated."""
+        self.sources.forget_others()
         exported = program.exported_program
         state = program.model.graph.initializers if exported is None else exported.state_dict
         self.translated(program.model, state)

@@ -9,6 +9,7 @@ and without them.
 from __future__ import annotations
 
 import functools
+import linecache
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -116,6 +117,32 @@ def frames_once(original: Callable[..., Any]) -> Callable[..., Any]:
         return stack
 
     return extract
+
+
+class SourcesInMemory:
+    """The source files whose lines Python holds in memory (``linecache``) when an export begins.
+
+    For the stacks of nodes, torch reads the lines of its own files, and Python keeps all lines of
+    each: 6 MB until the process ends.
+    """
+
+    def __init__(self) -> None:
+        self._before = set(linecache.cache)
+
+    def forget_others(self) -> None:
+        """Release the lines of files that were read since; they are read again if they are needed."""
+        if not running.saves_work():
+            return
+        entries: list[tuple[str, tuple[Any, ...]]] = list(linecache.cache.items())
+        for name, entry in entries:
+            # sources that are not in a file have no time of modification
+            is_file = len(entry) == _OF_FILE and entry[1] is not None
+            if is_file and name not in self._before:
+                linecache.cache.pop(name, None)
+
+
+_OF_FILE = 4
+"""The length of an entry of ``linecache``: size, time of modification, lines, and path."""
 
 
 # --- the decomposed program -----------------------------------------------------------------------

@@ -26,7 +26,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.errors import FileError, HtpExportError
 from htp_export.exporter.capture.patching import Wrap
 from htp_export.files.filesystem import check_kind_of_target, is_special, why_not_writable
 from htp_export.files.protobuf_bytes import Weight
@@ -34,7 +34,7 @@ from htp_export.files.write_file import replace_file
 from htp_export.process.mapped_memory import MappedFiles, release_pages
 
 _LARGE_BYTES = 1 << 20  # writing smaller tensors takes no noticeable time
-_PART_BYTES = 1 << 24  # memory for the part of a tensor whose layout is changed
+_PART_BYTES = 1 << 21  # memory for the part of a tensor whose layout is changed
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Size of an element → a type of this size that numpy has, too."""
 _MARK = "_htp_export_saves_whole"
@@ -94,15 +94,10 @@ def _saved_whole(program_class: Any) -> Any:
             tensor = value.const_value
             if tensor is not None and tensor.metadata_props:
                 metadata[name] = tensor.metadata_props
-        try:
-            with written_whole(destination, metadata) as new, written_in_parts(self.model):
-                original(self, new, *args, **kwargs)
-        except FileError:
-            raise
-        except InputError as error:
-            raise FileError(
-                destination, f"not written, because what torch.onnx.export made is {error}"
-            ) from error
+        # Reading the file again would make a second graph of it, beside that of the program.
+        whole = written_whole(destination, metadata, is_checked=True)
+        with whole as new, written_in_parts(self.model):
+            original(self, new, *args, **kwargs)
 
     described = {
         "__doc__": program_class.__doc__,

@@ -21,6 +21,7 @@ from htp_export.capabilities.quantize.ort_quantizers import (
     quantizers,
     quietly,
 )
+from htp_export.capabilities.quantize.sliced_weights import put_whole, take_large
 from htp_export.capabilities.quantize.weight_operators import (
     CONVOLUTIONS,
     FIRST_BLOCKS,
@@ -270,19 +271,14 @@ class Blocks(Method):
                 weights[f"{value.name}_"] = recipe_of(value)
             elif consumers == {"Gather"}:
                 tables[f"{value.name}_"] = recipe_of(value)
-        quantizer = tool.MatMulNBitsQuantizer(
-            part.proto(),
-            block_size=self.precision.block_size,
-            is_symmetric=self.precision.symmetric,
-            algo_config=self._algorithm(tool, part),
-        )
-        with quietly():
-            quantizer.process()
-        made: onnx.ModelProto = quantizer.model.model
-        # the quantizer writes a weight once for each of its consumers
-        unique = {tensor.name: tensor for tensor in made.graph.initializer}
-        del made.graph.initializer[:]
-        made.graph.initializer.extend(unique.values())
+        # The blocks of hqq are not independent: it ends when the mean error of the weight grows.
+        large = [] if self._is_hqq else take_large(part.model.graph)
+        made = self._rounded(tool, part.proto())
+        for weight in large:
+            # its parts in no variable: they would be in memory while the file is written
+            put_whole(
+                made.graph, weight, weight.quantized(lambda model: self._rounded(tool, model))
+            )
         with made_file() as file:
             onnx.save(made, file)
             quantized = read_model(file)
@@ -296,6 +292,24 @@ class Blocks(Method):
         if self.is_standard:
             write_dequantized(quantized.graph)
         return Made(quantized)
+
+    def _rounded(self, tool: Any, proto: onnx.ModelProto) -> onnx.ModelProto:
+        """Run ONNX Runtime's quantizer on a model, which is changed."""
+        quantizer = tool.MatMulNBitsQuantizer(
+            proto,
+            block_size=self.precision.block_size,
+            is_symmetric=self.precision.symmetric,
+            algo_config=self._algorithm(tool, proto.graph.node),
+        )
+        with quietly():
+            quantizer.process()
+        made: onnx.ModelProto = quantizer.model.model
+        # the quantizer writes a weight once for each of its consumers
+        unique = {tensor.name: tensor for tensor in made.graph.initializer}
+        if len(unique) < len(made.graph.initializer):
+            del made.graph.initializer[:]
+            made.graph.initializer.extend(unique.values())
+        return made
 
     def _level_of(self, node: ir.Node) -> int:
         """The level of one product, whose scales are in the type of its input."""
@@ -326,8 +340,8 @@ class Blocks(Method):
                 if value is not None and value.const_value is not None:
                     value.const_value = recorded(value.const_value, recipe)
 
-    def _algorithm(self, tool: Any, part: Submodel) -> Any:
-        """The configuration of the algorithm, for the nodes of a part."""
+    def _algorithm(self, tool: Any, nodes: Sequence[onnx.NodeProto]) -> Any:
+        """The configuration of the algorithm, for some nodes."""
         algorithm, bits, size = (
             self.precision.algorithm,
             self.precision.bits,
@@ -337,11 +351,11 @@ class Blocks(Method):
             return tool.HQQWeightOnlyQuantConfig(block_size=size, bits=bits)
         if algorithm in _PACKING:
             setting = {"bits": bits, "group_size": size}
-            by_node = {str(node.name): dict(setting) for node in part.model.graph}
+            by_node = {node.name: dict(setting) for node in nodes}
             if algorithm == "rtn":
                 return tool.RTNWeightOnlyQuantConfig(customized_weight_config=by_node)
             return tool.KQuantWeightOnlyQuantConfig(customized_weight_config=by_node)
-        op_types = {node.op_type for node in part.model.graph}
+        op_types = {node.op_type for node in nodes}
         return tool.DefaultWeightOnlyQuantConfig(
             size,
             self.precision.symmetric,
