@@ -177,7 +177,7 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
 
 
 def _unchanged(tensors: Mapping[str, ir.TensorProtocol], needed: Needed) -> Set[str]:
-    """Return the entries whose elements have the hash of those at the export."""
+    """Return the entries whose elements have the hash that the export recorded."""
     names: set[str] = set()
     for name, wanted in needed.assumed.items():
         if isinstance(wanted, str) and name in tensors and hash_of_entry(tensors[name]) == wanted:

@@ -403,7 +403,7 @@ class TestVerify:
         assert main(["verify", "net.onnx", *BERT[1:]]) == 2
         error = capsys.readouterr().err
         assert error == "htp-export: error: net.onnx: was not exported from this BertModel: " + (
-            "its module '(root)' is a Net, not a BertModel\n"
+            "its module '(root)' has the class Net, not BertModel\n"
         )
 
     def test_a_model_of_ones_own_has_the_weights_of_the_seed(self, folder):

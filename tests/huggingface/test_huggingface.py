@@ -1,16 +1,22 @@
 """Models and example inputs by hub id, folder or model type."""
 
 import struct
+from types import MappingProxyType
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+import htp_export
+from htp_export.capabilities.huggingface.configs import use_batched_experts
 from htp_export.capabilities.huggingface.packed.checkpoints import read_packed
 from htp_export.capabilities.huggingface.packed.gguf_files import gguf_config
 from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.huggingface import dynamic_shapes, example_inputs, load_model
+from tests.exporting import BOTH, exported
 from tests.packed import TYPES, written_gguf
 
 BERT = {
@@ -382,3 +388,51 @@ def test_a_number_in_a_gguf_header_that_the_file_has_no_bytes_for_is_refused(nam
     (tmp_path / "model.gguf").write_bytes(begin + rest)
     with pytest.raises(FileError, match=r"model\.gguf: cannot be read as GGUF: "):
         read(tmp_path / "model.gguf")
+
+
+@pytest.mark.skipif(
+    not hasattr(PreTrainedModel, "set_experts_implementation"),
+    reason="transformers 4 runs experts one by one",
+)
+class TestExperts:
+    SMALL = MappingProxyType(
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "vocab_size": 100,
+            "num_local_experts": 4,
+        }
+    )
+
+    def model(self):
+        return load_model("mixtral", random_weights=True, overrides=self.SMALL)
+
+    @pytest.mark.long
+    @BOTH
+    def test_a_mixture_of_experts_exports_and_agrees_with_transformers_own_implementation(
+        self, exporter, tmp_path
+    ):
+        model = self.model()
+        exported(model, example_inputs(model), exporter, tmp_path)
+        path = tmp_path / "model.onnx"
+        assert htp_export.load(path)["layers.0.mlp.experts"].nodes
+        others = example_inputs(model, seed=1)  # other tokens choose other experts
+        session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+        arrays = {}
+        for value, tensor in zip(session.get_inputs(), others.values(), strict=True):
+            arrays[value.name] = tensor.numpy()
+        hidden = session.run(None, arrays)[0]
+        model.set_experts_implementation("grouped_mm")
+        with torch.no_grad():
+            expected = model(**others).last_hidden_state.numpy()
+        np.testing.assert_allclose(hidden, expected, atol=1e-5)
+
+    def test_an_implementation_that_the_config_chooses_stays(self):
+        config = self.model().config
+        assert config._experts_implementation == "batched_mm"
+        config._experts_implementation = "eager"
+        use_batched_experts(config)
+        assert config._experts_implementation == "eager"

@@ -409,14 +409,14 @@ class Other(nn.Module):
 def test_a_file_of_another_model_is_refused(tmp_path):
     path = file_of(spread(Other(nn.Linear(4, 4))).eval(), {"x": x(2, 4)}, tmp_path)
     for model, message in (
-        (Other(nn.LayerNorm(4)), "its module 'last' is a Linear, not a LayerNorm"),
+        (Other(nn.LayerNorm(4)), "its module 'last' has the class Linear, not LayerNorm"),
         (
             Other(nn.Linear(4, 5)),
             "its 'last.weight' has the shape [4, 4], and the model's has [5, 4]",
         ),
         (Other(nn.Linear(4, 4)).double(), "4 of 4 parameters have other values"),
         (spread(Other(nn.Linear(4, 4)), seed=1), "4 of 4 parameters have other values"),
-        (nn.Sequential(nn.Linear(4, 4)), "its module '(root)' is a Other, not a Sequential"),
+        (nn.Sequential(nn.Linear(4, 4)), "its module '(root)' has the class Other, not Sequential"),
     ):
         with pytest.raises(InputError) as refused:
             htp_export.verify(model.eval(), path, (), {"x": x(2, 4)})

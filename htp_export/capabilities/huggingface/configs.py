@@ -58,6 +58,17 @@ def use_cache(config: Any, wanted: bool) -> None:
         use_cache(sub_config, wanted)
 
 
+def use_batched_experts(config: Any) -> None:
+    """Let a mixture of experts run in operators of torch, unless the config chooses an implementation.
+
+    Its experts are then products with the weights of the experts of each token. By default,
+    transformers runs an operator of its own, which no exporter of torch translates into ONNX.
+    """
+    # transformers 4 has no choice
+    if getattr(config, "_experts_implementation", "") is None:
+        config._experts_implementation = "batched_mm"
+
+
 def nearest(name: str, known: Iterable[str], what: str) -> str:
     """A hint for a message: the known names most similar to an unknown one."""
     # Three hints fit a line; difflib's own cutoff, 0.6, drops too many short names.

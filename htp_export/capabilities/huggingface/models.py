@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from htp_export.capabilities.huggingface.configs import use_cache
+from htp_export.capabilities.huggingface.configs import use_batched_experts, use_cache
 from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf, is_packed, read_packed
 from htp_export.capabilities.huggingface.sources import Source
 from htp_export.capabilities.huggingface.streaming import (
@@ -50,6 +50,9 @@ def load_model(
     stream_weights: bool = False,
 ) -> nn.Module:
     """Load a transformers model in eval mode; it uses a key-value cache only if the task ends in ``-with-past``.
+
+    Mixtures of experts run as batched products, which both exporters of torch translate;
+    ``model.set_experts_implementation`` chooses another implementation.
 
     Args:
         source: A local folder with a ``config.json``, a model type (``"bert"``), or a hub id
@@ -95,6 +98,7 @@ def load(
     packed = packed_source(source, config)
     has_cache = generates(config) if task == AUTO else split_task(task)[1]
     use_cache(config, has_cache)
+    use_batched_experts(config)
     options = {**options, "dtype": _dtype(source, options["dtype"])}
     options = {name: value for name, value in options.items() if value is not None}
     model_class = _model_class(source, config, None if task == AUTO else task)
