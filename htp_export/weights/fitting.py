@@ -51,7 +51,7 @@ class Needed:
         names = dict.fromkeys(itertools.chain.from_iterable(map(parameters_in, recipes.values())))
         modules = frozenset(tagged.hierarchy)
         declared = tagged.declared or {}
-        # of a part of the model, those of its modules
+        # of a part of the model, the parameters of its modules
         assumed = {
             name: number
             for name, number in tagged.assumed.items()
