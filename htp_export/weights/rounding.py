@@ -150,8 +150,10 @@ def _linear(weight: Array, kind: str, axis: int, symmetric: int, reduced: int) -
     def levels() -> Array:
         made: Array = np.empty(weight.shape, ir.DataType[kind.upper()].numpy())
         of_channels = made[np.newaxis] if axis == NO_AXIS else np.moveaxis(made, axis, 0)
-        for each, into, (point, scale) in zip(channels, of_channels, found, strict=True):
-            _round_linear(tools, onnx_type, each, into, scale, point)
+        for place, (point, scale) in enumerate(found):
+            # with the ellipsis, a channel of one number is an array, too, and no copy
+            channel, into = channels[place, ...], of_channels[place, ...]
+            _round_linear(tools, onnx_type, channel, into, scale, point)
         return made
 
     if axis == NO_AXIS:

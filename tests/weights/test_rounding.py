@@ -1,6 +1,7 @@
 """Weights rounded to integers, part by part."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -55,3 +56,14 @@ def test_two_weights_are_not_confused():
         roundings.part("a", "levels", lambda: first), first.part("levels")
     )
     np.testing.assert_array_equal(roundings.part("b", "scales", lambda: first), other.scales)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((), -1), ((5,), -1), ((5,), 0), ((2, 3), 1)])
+def test_numbers_and_vectors_have_levels_too(shape, axis):
+    weight = np.linspace(0.5, 2, math.prod(shape)).reshape(shape).astype(np.float32)
+    made = rounding(weight, ["linear", "int8", axis, 1, 0])
+    levels = made.part("levels").astype(np.float32)
+    assert levels.shape == shape
+    sizes = [size if place == axis else 1 for place, size in enumerate(shape)]
+    scales = made.scales.reshape(sizes if axis >= 0 else ())
+    np.testing.assert_allclose(levels * scales, weight, atol=float(scales.max()))
