@@ -173,6 +173,19 @@ def test_a_number_of_the_input_that_python_reads_names_no_entry(tmp_path):
     assert htp_export.load(file).assumed == {}
 
 
+def test_the_size_of_an_entry_that_python_reads_is_no_number_of_it(tmp_path):
+    net = composed(
+        lambda net, x: net.table(x) if net.table.weight.sum(0).size(0) == 8 else x,
+        table=nn.Embedding(5, 8, padding_idx=0),  # torch compares it with the size of the table
+    )
+    file = tmp_path / "net.onnx"
+    with silent():
+        htp_export.export(
+            net.eval(), (torch.arange(4),), file, dynamo=False, verbose=False, input_names=["x"]
+        )
+    assert htp_export.load(file).assumed == {}
+
+
 # --- back again ---
 
 

