@@ -115,12 +115,17 @@ def _stored_as_they_are(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     stored: dict[str, ir.TensorProtocol] = {}
     for graph in model.graphs():
         for value in graph.initializers.values():
-            recipe, tensor = recipe_of(value), value.const_value
-            operands = recipe[1:] if isinstance(recipe, list) and recipe[0] == "equal" else [recipe]
-            for operand in operands:
-                if isinstance(operand, str) and tensor is not None:
-                    stored[operand] = tensor
+            tensor = value.const_value
+            for recipe in _recipes_of_equal(value):
+                if isinstance(recipe, str) and tensor is not None:
+                    stored[recipe] = tensor
     return stored
+
+
+def _recipes_of_equal(value: ir.Value) -> list[Recipe]:
+    """The recipe of an initializer, or those of the equal tensors that it replaced."""
+    recipe = recipe_of(value)
+    return recipe[1:] if isinstance(recipe, list) and recipe[0] == "equal" else [recipe]
 
 
 def _read(model: ir.Model) -> dict[str, ir.TensorProtocol | None]:
@@ -129,10 +134,8 @@ def _read(model: ir.Model) -> dict[str, ir.TensorProtocol | None]:
     found: dict[str, ir.TensorProtocol | None] = {}
     for graph in model.graphs():
         for value in graph.initializers.values():
-            recipe = recipe_of(value)
-            names = _names_read(value, recipe, modules)
-            operands = recipe[1:] if isinstance(recipe, list) and recipe[0] == "equal" else [recipe]
-            is_unchanged = all(map(is_layout, operands))
+            names = _names_read(value, recipe_of(value), modules)
+            is_unchanged = all(map(is_layout, _recipes_of_equal(value)))
             for name in names:
                 if is_unchanged or name not in found:
                     found[name] = value.const_value if is_unchanged else None
