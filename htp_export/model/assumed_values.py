@@ -123,7 +123,7 @@ def _stored_as_they_are(model: ir.Model) -> dict[str, ir.TensorProtocol]:
 
 
 def _recipes_of_equal(value: ir.Value) -> list[Recipe]:
-    """The recipe of an initializer, or those of the equal tensors that it replaced."""
+    """The recipe of an initializer, or the recipes of the equal tensors that it replaced."""
     recipe = recipe_of(value)
     return recipe[1:] if isinstance(recipe, list) and recipe[0] == "equal" else [recipe]
 
@@ -143,7 +143,7 @@ def _read(model: ir.Model) -> dict[str, ir.TensorProtocol | None]:
 
 
 def _names_read(value: ir.Value, recipe: Recipe, modules: ModulesByParameter) -> set[str]:
-    """The parameters in a recipe that nodes read; of equal ones, those of the nodes' modules."""
+    """The parameters in a recipe that nodes read; of equal ones, the ones of the nodes' modules."""
     names = set(parameters_in(recipe))
     if value.is_graph_output() or not any(step[0] == "equal" for step in steps_in(recipe)):
         return names if value.uses() or value.is_graph_output() else set()
