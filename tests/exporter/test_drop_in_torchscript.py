@@ -208,12 +208,20 @@ class Gradient(Holding, energy=nn.Linear(4, 1), fc=nn.Linear(4, 4)):
         return self.fc(torch.func.grad(lambda x: self.energy(x).tanh().sum())(x))
 
 
-def test_a_gradient_in_a_model_ends_the_export_as_under_torch(tmp_path):
+class GradientOfRead(Holding, fc=nn.Linear(4, 4)):
+    """The gradient of a function that reads a number of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: self.fc(x).sum() * self.fc(x).sum().item())(x)
+
+
+@pytest.mark.parametrize("model", [Gradient, GradientOfRead])
+def test_a_gradient_in_a_model_ends_the_export_as_under_torch(model, tmp_path):
     """The tracer knows no wrapped tensor; asked for one, it crashes the process."""
     outcomes = []
     for exporter in (torch.onnx.export, htp_export.export):
         try:
-            outcomes.append(export(exporter, Gradient().eval(), (x(2, 4),), tmp_path) is not None)
+            outcomes.append(export(exporter, model().eval(), (x(2, 4),), tmp_path) is not None)
         except RuntimeError as error:
             outcomes.append(str(error))
     assert outcomes[0] == outcomes[1]

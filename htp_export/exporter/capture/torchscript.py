@@ -68,8 +68,10 @@ class TorchScriptCapture(Guarded):
         self.kept: KeptWeights | None = None  # the weights that torch does not serialize
         self._paths = list(dict.fromkeys(names.paths.values()))
         # name in the traced graph → name in recipes
-        self._state = {name: names.state_name(name) for name in state_of(model)}
-        self.state: TracedState | None = TracedState(model, self._state)
+        state = state_of(model)
+        self._state = {name: names.state_name(name) for name in state}
+        entries = {self._state[name]: tensor for name, tensor in state.items()}
+        self.state: TracedState | None = TracedState(entries)
         self._user_inputs = 0
         self._first: _FirstGraph | None = None
         # the operations of the first graph, one for each ONNX node

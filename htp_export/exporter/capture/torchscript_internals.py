@@ -110,11 +110,7 @@ def storage_of(tensor: Any) -> int:
     """The address of the memory of a tensor, which its views share; 0 if it has none."""
     try:
         return int(tensor.untyped_storage().data_ptr())
-    except (
-        AttributeError,
-        NotImplementedError,
-        RuntimeError,
-    ):  # sparse, quantized, on the meta device
+    except (AttributeError, RuntimeError):  # sparse, quantized, on the meta device
         return 0
 
 
@@ -125,30 +121,28 @@ def constant_tensors(graph: Any) -> Iterator[Any]:
             yield node.t("value")
 
 
-def inputs_behind(tensor: Any, entries: int) -> set[int]:
+def inputs_behind(entries: int, *tensor: Any) -> set[int]:
     """The inputs of the running trace whose numbers determine a tensor, among the last ``entries`` ones.
 
-    -1 stands for all inputs before them. Empty if there is no trace, or the tensor is not in it.
+    -1 stands for all inputs before them. Empty for a tensor that is not in the trace. The tensor has
+    no name here for the reason in `traced_number`.
     """
-    state = tracing_state()
-    if state is None:
+    try:
+        waiting = [_traced_value(*tensor)]
+    except RuntimeError:
         return set()
-    graph = state.graph()
-    positions = {value.unique(): place for place, value in enumerate(graph.inputs())}
-    first = len(positions) - entries
     found: set[int] = set()
     seen: set[int] = set()
-    waiting = [torch._C._get_value_trace(tensor)]  # type: ignore[attr-defined]
     while waiting:
         value = waiting.pop()
+        node = value.node()
         if value.unique() in seen:
             continue
         seen.add(value.unique())
-        place = positions.get(value.unique())
-        if place is not None:
-            found.add(max(-1, place - first))
-        elif value.node().kind() not in SHAPE_KINDS:
-            waiting.extend(value.node().inputs())
+        if node.kind() == "prim::Param":
+            found.add(max(-1, value.offset() - (node.outputsSize() - entries)))
+        elif node.kind() not in SHAPE_KINDS:
+            waiting.extend(node.inputs())
     return found
 
 

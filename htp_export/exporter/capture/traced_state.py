@@ -14,7 +14,6 @@ import onnx_ir as ir
 from htp_export.exporter.capture.torchscript_internals import (
     constant_tensors,
     inputs_behind,
-    state_of,
     storage_of,
 )
 from htp_export.format.recipes import Recipe
@@ -29,11 +28,11 @@ from htp_export.model.assumed_values import (
 class TracedState:
     """The entries of a model's ``state_dict`` during a trace.
 
-    ``names``: name in the traced graph → name in recipes.
+    ``tensors``: name in recipes → tensor, in the order of the inputs of the traced graph.
     """
 
-    def __init__(self, model: Any, names: Mapping[str, str]) -> None:
-        self._tensors = {names[name]: tensor for name, tensor in state_of(model).items()}
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = tensors
         # address of the memory → the entries there; one that is a view of another shares it
         self._places: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
@@ -51,7 +50,7 @@ class TracedState:
         """The entries from which alone a tensor was computed."""
         entries = [*self._tensors]
         names: list[str] = []
-        for position in inputs_behind(tensor, len(entries)):
+        for position in inputs_behind(len(entries), tensor):
             if position < 0:  # the model's own input: another example may have another number, too
                 return []
             names.append(entries[position])
