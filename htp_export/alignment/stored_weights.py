@@ -347,6 +347,7 @@ class _Originals:
         from 0.
         """
         computed = self._computed.get(name, CONSTANT)
+        equal: list[Recipe] = []
         with contextlib.suppress(FileError, OSError):  # a data file is gone
             original = self._named.get(name)
             if original is not None and same_numbers(original[0], tensor):
@@ -356,11 +357,10 @@ class _Originals:
                 return made
             same = self._by_hash(tensor.dtype, tensor.size)
             if same:
-                equal = same.get(array_hash(np.asarray(tensor.numpy())), ())
-                computed = step("computed", computed, *(each for _, each in equal), _BY_A_TOOL)
-        if next(parameters_in(computed), None) is None:
-            return CONSTANT
-        return step("computed", computed, _BY_A_TOOL)
+                found = same.get(array_hash(np.asarray(tensor.numpy())), ())
+                equal = [recipe for _, recipe in found]
+        by_tool = step("computed", computed, *equal, _BY_A_TOOL)
+        return CONSTANT if next(parameters_in(by_tool), None) is None else by_tool
 
     def _as_computed(self, recipe: Recipe | None, tensor: ir.TensorProtocol) -> Recipe | None:
         """The recipe of the nodes that computed a tensor of this name, if it gives these numbers."""

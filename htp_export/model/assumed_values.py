@@ -77,7 +77,7 @@ class ReadParameters:
             number = None if name in left or tensor is None else only_number(tensor)
             if number is not None:
                 assumed[name] = number
-        hashes = hashes_of_assumed(_recipes(model), self._entries)
+        hashes = hashes_of_assumed(map(recipe_of, _initializers(model)), self._entries)
         write_assumed(model.metadata_props, {**hashes, **assumed})
 
 
@@ -104,21 +104,18 @@ def hash_of_entry(tensor: ir.TensorProtocol) -> str | None:
     return None
 
 
-def _recipes(model: ir.Model) -> Iterator[Recipe]:
+def _initializers(model: ir.Model) -> Iterator[ir.Value]:
     for graph in model.graphs():
-        for value in graph.initializers.values():
-            yield recipe_of(value)
+        yield from graph.initializers.values()
 
 
 def _stored_as_they_are(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     """Entry → the tensor of a model that is equal to it."""
     stored: dict[str, ir.TensorProtocol] = {}
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            for recipe in _recipes_of_equal(value):
-                if isinstance(recipe, str) and tensor is not None:
-                    stored[recipe] = tensor
+    for value in _initializers(model):
+        for recipe in _recipes_of_equal(value):
+            if isinstance(recipe, str) and value.const_value is not None:
+                stored[recipe] = value.const_value
     return stored
 
 
@@ -132,13 +129,12 @@ def _read(model: ir.Model) -> dict[str, ir.TensorProtocol | None]:
     """Parameter that a node reads → a tensor with its elements; None if no tensor has them unchanged."""
     modules = modules_by_parameter(model.metadata_props)
     found: dict[str, ir.TensorProtocol | None] = {}
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            names = _names_read(value, recipe_of(value), modules)
-            is_unchanged = all(map(is_layout, _recipes_of_equal(value)))
-            for name in names:
-                if is_unchanged or name not in found:
-                    found[name] = value.const_value if is_unchanged else None
+    for value in _initializers(model):
+        names = _names_read(value, recipe_of(value), modules)
+        is_unchanged = all(map(is_layout, _recipes_of_equal(value)))
+        for name in names:
+            if is_unchanged or name not in found:
+                found[name] = value.const_value if is_unchanged else None
     return found
 
 

@@ -16,15 +16,15 @@ _EVEN = 2
 """Rows of numbers of 4 bits, of which a byte contains two, can be divided in pairs."""
 
 
-def strips(array: Array) -> Iterator[slice]:
-    """Yield ranges of the first axis of an array, in order, each from an even place on.
+def strips(array: Array, part_bytes: int = STRIP_BYTES) -> Iterator[slice]:
+    """Yield ranges of the first axis of an array, in order, each from an even place on, of about ``part_bytes``.
 
     Examples:
         >>> list(strips(np.zeros((3, 2))))
         [slice(0, 3, None)]
     """
     count = len(array)
-    step = max(_EVEN, STRIP_BYTES * count // max(1, array.nbytes) // _EVEN * _EVEN)
+    step = max(_EVEN, part_bytes * count // max(1, array.nbytes) // _EVEN * _EVEN)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 

@@ -16,15 +16,13 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.ort_quantizers import PartError
+from htp_export.model.strips import strips
 
 SLICE_BYTES = 2 << 20
 """Bytes of a slice, about."""
 
 _LEAST_SLICES = 8
 """Smaller weights are not divided: a group of them takes as much memory."""
-
-_EVEN = 2
-"""Slices have an even number of columns or rows: a byte contains two levels, or two zero points."""
 
 _AXES = {"MatMul": 1, "Gather": 0}
 """Operator → the axis of its weight that is divided. The blocks are along the other axis."""
@@ -48,11 +46,7 @@ class SlicedWeight:
         """Yield the slices, in order."""
         axis = _AXES[self.consumer]
         array = self.tensor.numpy()
-        size = array.shape[axis]
-        bytes_of_one = max(1, self.tensor.nbytes // size)
-        step = max(_EVEN, SLICE_BYTES // bytes_of_one // _EVEN * _EVEN)
-        for start in range(0, size, step):
-            chosen = slice(start, start + step)
+        for chosen in strips(array.T if axis else array, SLICE_BYTES):
             part = array[:, chosen] if axis else array[chosen]
             yield ir.Tensor(np.ascontiguousarray(part), dtype=self.tensor.dtype, name=self.name)
 
